@@ -1,0 +1,1 @@
+"""Train LLM agents with GRPO on a LoRA, from a laptop."""

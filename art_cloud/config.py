@@ -1,0 +1,112 @@
+"""What a user can set about training. Defaults are those of the named paper or of common practice."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+
+RewardScale = Literal["group", "batch", "none"]
+Normalization = Literal["token", "sequence", "fixed"]
+RatioLevel = Literal["token", "sequence"]
+PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling"]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LoRAConfig(Frozen):
+    """The adapter (Hu et al. 2021, arXiv:2106.09685). `seed` makes its first weights repeatable."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    seed: int = 0
+
+
+class LossOptions(NamedTuple):
+    """A policy loss with every choice made.
+
+    advantage   = (reward - mean of its group) / scale        scale: std of group or batch, or 1
+    ratio       = exp(logprob - sampler's logprob)            per token, or the geometric mean of
+                                                              one completion ("sequence")
+    objective   = min(ratio * advantage, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantage)
+    the batch   = sum of token losses / all tokens ("token"), mean over trajectories of the mean over
+                  their tokens ("sequence"), or sum / (trajectories * fixed_length) ("fixed")
+    """
+
+    scale_rewards: RewardScale
+    normalization: Normalization
+    ratio_level: RatioLevel
+    epsilon_low: float
+    epsilon_high: float
+
+
+PRESETS: dict[PolicyLoss, LossOptions] = {
+    # DeepSeekMath, arXiv:2402.03300, eq. 3
+    "grpo": LossOptions("group", "sequence", "token", 0.2, 0.2),
+    # Understanding R1-Zero-like training, arXiv:2503.20783, section 3.2
+    "dr_grpo": LossOptions("none", "fixed", "token", 0.2, 0.2),
+    # DAPO, arXiv:2503.14476, eq. 8: clip-higher, token mean, groups without signal left out
+    "dapo": LossOptions("group", "token", "token", 0.2, 0.28),
+    # GSPO, arXiv:2507.18071, eq. 5 and section 5.1
+    "gspo": LossOptions("group", "sequence", "sequence", 3e-4, 4e-4),
+    # MiniMax-M1, arXiv:2506.13585, eq. 4 and 5: the clipped ratio is a weight without gradient
+    "cispo": LossOptions("group", "token", "token", 1.0, 4.0),
+    # PPO, arXiv:1707.06347, eq. 7, on group-relative advantages
+    "ppo": LossOptions("group", "token", "token", 0.2, 0.2),
+    # off-policy REINFORCE: ratio * advantage, never clipped
+    "importance_sampling": LossOptions("group", "token", "token", float("inf"), float("inf")),
+}
+
+
+class TrainConfig(Frozen):
+    """One GRPO step. An option left at None takes the value that the paper of `loss` gives."""
+
+    learning_rate: FiniteFloat = Field(5e-6, ge=0)
+    loss: PolicyLoss = "grpo"
+    scale_rewards: RewardScale | None = None
+    normalization: Normalization | None = None
+    fixed_length: PositiveInt | None = None
+    """Tokens that "fixed" normalization divides by, for each trajectory."""
+    ratio_level: RatioLevel | None = None
+    epsilon_low: FiniteFloat | None = Field(None, ge=0)
+    epsilon_high: FiniteFloat | None = Field(None, ge=0)
+    kl_coef: FiniteFloat = Field(0.0, ge=0)
+    """Weight of the KL penalty to the reference, the k3 estimator of arXiv:2402.03300, eq. 4."""
+    kl_reference_step: int | None = Field(None, ge=0)
+    """Step of this model that the penalty pulls towards; None: the base model."""
+    max_grad_norm: FiniteFloat = Field(1.0, gt=0)
+    weight_decay: FiniteFloat = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    @model_validator(mode="after")
+    def _fixed_needs_a_length(self) -> TrainConfig:
+        if self.options.normalization == "fixed" and self.fixed_length is None:
+            raise ValueError(
+                "normalization 'fixed' (the default of loss 'dr_grpo') needs fixed_length: the "
+                "most tokens that the model may sample in one trajectory"
+            )
+        return self
+
+    @property
+    def options(self) -> LossOptions:
+        preset = PRESETS[self.loss]
+        chosen = {name: getattr(self, name) for name in preset._fields}
+        return preset._replace(**{k: v for k, v in chosen.items() if v is not None})
+
+
+class SFTConfig(Frozen):
+    """Supervised fine-tuning on the assistant's messages. One call is one step of the model."""
+
+    learning_rate: FiniteFloat = Field(1e-4, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_ratio: FiniteFloat = Field(0.0, ge=0, le=1)
+    batch_size: PositiveInt = 16
+    epochs: PositiveInt = 1
+    max_grad_norm: FiniteFloat = Field(1.0, gt=0)
+    weight_decay: FiniteFloat = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    seed: int = 0
+    """Of the order in which the examples are seen."""

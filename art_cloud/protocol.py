@@ -1,0 +1,167 @@
+"""What client and server say to each other, beside the OpenAI routes.
+
+All routes lie under `/art/v1` and need the cluster's bearer token; errors have OpenAI's shape,
+with the `code` of a class in `errors`.
+
+    GET    server                                ServerInfo
+    PUT    models/{project}/{model}              RegisterRequest -> JobInfo      (safe to repeat)
+    GET    models/{project}/{model}              ModelInfo
+    POST   models/{project}/{model}/train        a batch (`wire`) -> JobInfo     (Call-Id: repeats answer the first)
+    POST   models/{project}/{model}/sft          SFTRequest -> JobInfo           (Call-Id)
+    POST   models/{project}/{model}/log          LogRequest
+    GET    models/{project}/{model}/checkpoints  list[CheckpointInfo]
+    DELETE models/{project}/{model}/checkpoints/{step}
+    POST   models/{project}/{model}/fork         ForkRequest -> CheckpointInfo
+    GET    jobs/{id}                             JobInfo
+    GET    jobs/{id}/events                      server-sent JobEvents; `Last-Event-ID` to go on from
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
+
+from .config import Frozen, LoRAConfig, SFTConfig
+
+PROTOCOL = 1
+CALL_ID = "Art-Call-Id"
+VERSION = "Art-Version"
+POLICY = "Art-Policy"
+
+Metrics = dict[str, float]
+
+
+class Received(BaseModel):
+    """A message that the other side may extend in a later version."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Sample(Received):
+    """One call of the model: exactly the ids that the engine saw and sampled (lengths P, C, C).
+
+    `logprobs` are natural logs under the distribution that was sampled from, at `temperature` and
+    before any top-p or top-k cut (a greedy sample, temperature 0, is scored at temperature 1).
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[FiniteFloat]
+    policy: str
+    temperature: FiniteFloat = 1.0
+
+
+class ServerInfo(Received):
+    version: str
+    protocol: int
+    base_model: str | None
+    """None until a model is registered, when the server was started without one."""
+    engine: str
+    device: str
+    store: str
+    policies: list[str]
+    jobs_queued: int
+    requests_running: int
+    requests_waiting: int
+    training: str | None
+    """What the trainer is doing now, in words."""
+    started_at: datetime
+
+
+class RegisterRequest(Frozen):
+    base_model: str
+    lora: LoRAConfig = LoRAConfig()
+
+
+class ModelInfo(Received):
+    project: str
+    model: str
+    base_model: str
+    step: NonNegativeInt
+    policy: str
+    context_length: int
+
+
+class StepResult(Received):
+    """What a finished job left behind: the newest step and its metrics."""
+
+    step: NonNegativeInt
+    policy: str
+    metrics: Metrics = {}
+
+
+class ErrorBody(Received):
+    """OpenAI's error object."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+JobKind = Literal["register", "train", "sft"]
+JobState = Literal["queued", "running", "done", "failed"]
+
+
+class JobInfo(Received):
+    id: str
+    kind: JobKind
+    project: str
+    model: str
+    state: JobState
+    result: StepResult | None = None
+    error: ErrorBody | None = None
+
+
+class JobEvent(Received):
+    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`."""
+
+    number: int
+    type: Literal["queued", "started", "progress", "done", "failed"]
+    time: datetime
+    data: dict[str, Any] = {}
+
+
+class TrainGroup(Frozen):
+    """One group of trajectories: rewards, and for each the numbers of its samples in the batch."""
+
+    rewards: list[FiniteFloat]
+    samples: list[list[NonNegativeInt]]
+
+
+class SFTExample(Frozen):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class SFTRequest(Frozen):
+    examples: list[SFTExample]
+    config: SFTConfig = SFTConfig()
+
+
+class LogRequest(Frozen):
+    """An evaluation's trajectories and their mean metrics, kept beside the step they belong to."""
+
+    split: str
+    step: NonNegativeInt
+    metrics: dict[str, FiniteFloat]
+    trajectories: list[dict[str, Any]] = []
+
+
+class ForkRequest(Frozen):
+    to_project: str
+    to_model: str
+    step: NonNegativeInt | None = None
+
+
+class CheckpointInfo(Received):
+    project: str
+    model: str
+    step: NonNegativeInt
+    kind: Literal["init", "train", "sft", "fork"]
+    created_at: datetime
+    bytes: int
+    metrics: Metrics
+    """Of the train call, and what was logged for this step (`val/reward`, ...)."""
