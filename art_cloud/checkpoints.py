@@ -1,0 +1,267 @@
+"""The history of one model in a store: numbered steps, each whole, each there once.
+
+A step is a manifest that names its files by content. Its number can be taken once: whoever comes
+second learns who was first, and either finds his own call (the step is counted already) or a rival.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from pydantic import ValidationError
+
+from .config import Frozen, LoRAConfig
+from .errors import ConflictError, NotFoundError, RivalError, StoreError
+from .names import ModelName
+from .protocol import CheckpointInfo, Metrics
+from .store import Blob, Store
+
+Kind = Literal["init", "train", "sft", "fork"]
+STEP = re.compile(r"/steps/(\d{6,})\.json$")
+
+
+class Parent(Frozen):
+    project: str
+    model: str
+    step: int
+
+
+class Manifest(Frozen):
+    """One step. `files` maps a path within the checkpoint to its content:
+
+    adapter/adapter_model.safetensors, adapter/adapter_config.json    a plain PEFT folder
+    optimizer.safetensors, trainer.json                               what training goes on from
+    """
+
+    format: Literal[1] = 1
+    project: str
+    model: str
+    step: int
+    kind: Kind
+    call_id: str
+    """Of the train call that made this step: the same call never makes another."""
+    parent: Parent | None
+    base_model: str
+    lora: LoRAConfig
+    files: dict[str, Blob]
+    metrics: Metrics
+    versions: dict[str, str]
+    """Of the packages that made it."""
+    created_at: datetime
+
+    @property
+    def name(self) -> ModelName:
+        return ModelName(self.project, self.model)
+
+    @property
+    def policy(self) -> str:
+        return str(self.name.at(self.step))
+
+
+class LoggedMetrics(Frozen):
+    """What somebody measured about a step after it was made."""
+
+    split: str
+    step: int
+    metrics: Metrics
+    logged_at: datetime
+
+
+class Checkpoints:
+    """The steps of `name` in `store`."""
+
+    def __init__(self, store: Store, name: ModelName) -> None:
+        self.store = store
+        self.name = name
+
+    def steps(self) -> list[int]:
+        """The numbers of all steps, in order; empty for a model that was never registered."""
+        keys = self.store.list(f"{self.name}/steps/")
+        return sorted(int(found[1]) for key in keys if (found := STEP.search(key)))
+
+    def read(self, step: int) -> Manifest:
+        try:
+            data = self.store.read(self._key(step))
+        except NotFoundError:
+            steps = self.steps()
+            there = f"It has steps {_ranges(steps)}." if steps else "It has no steps at all."
+            raise NotFoundError(f"{self.name} has no step {step}. {there}") from None
+        try:
+            return Manifest.model_validate_json(data)
+        except ValidationError as error:
+            raise StoreError(
+                f"{self._key(step)} in {self.store.url} is not a manifest that this version "
+                f"understands ({error.error_count()} problems). Did a newer art-cloud write it?"
+            ) from error
+
+    def newest(self) -> Manifest | None:
+        steps = self.steps()
+        return self.read(steps[-1]) if steps else None
+
+    def calls(self) -> dict[str, int]:
+        """Which call made which step."""
+        return {self.read(step).call_id: step for step in self.steps()}
+
+    def commit(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        kind: Kind,
+        call_id: str,
+        parent: Parent | None,
+        base_model: str,
+        lora: LoRAConfig,
+        metrics: Metrics,
+        versions: dict[str, str],
+    ) -> Manifest:
+        """Make `folder` the content of `step`, durably. Blobs go first, the manifest last.
+
+        Returns the manifest that stands; raises `RivalError` if another call took the number.
+        """
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): self.store.put_blob(path) for path in paths}
+        return self._create(
+            Manifest(
+                project=self.name.project,
+                model=self.name.model,
+                step=step,
+                kind=kind,
+                call_id=call_id,
+                parent=parent,
+                base_model=base_model,
+                lora=lora,
+                files=files,
+                metrics=metrics,
+                versions=versions,
+                created_at=datetime.now(UTC),
+            )
+        )
+
+    def fetch(self, manifest: Manifest, folder: Path, *, only: str = "") -> Path:
+        """Write the step's files (those whose path starts with `only`) to a folder of its own.
+
+        The folder appears when all of them are there and checked; one that is there is kept.
+        """
+        if folder.exists():
+            return folder
+        partial = folder.with_name(f"{folder.name}.{uuid4().hex}.partial")
+        try:
+            for path, blob in manifest.files.items():
+                if path.startswith(only):
+                    target = partial / path
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    self.store.get_blob(blob, target)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return folder
+
+    def delete(self, step: int) -> None:
+        """Remove a step. The newest stays: a step number is never used twice."""
+        steps = self.steps()
+        if steps and step == steps[-1]:
+            raise ConflictError(
+                f"Step {step} is the newest of {self.name} and stays: the next one builds on it. "
+                "Fork the step that you want to go on from, and go on with the fork."
+            )
+        self.read(step)
+        self.store.delete(self._key(step))
+
+    def fork(self, to: ModelName, step: int | None = None) -> Manifest:
+        """Start `to` with the content of a step (the newest by default). No content is copied."""
+        source = self.newest() if step is None else self.read(step)
+        if source is None:
+            raise NotFoundError(f"{self.name} has no steps in {self.store.url}.")
+        target = Checkpoints(self.store, to)
+        if target.steps():
+            raise ConflictError(f"{to} exists already. Fork to a name that is free.")
+        return target._create(
+            source.model_copy(
+                update={
+                    "project": to.project,
+                    "model": to.model,
+                    "kind": "fork",
+                    "call_id": uuid4().hex,
+                    "parent": Parent(
+                        project=self.name.project, model=self.name.model, step=source.step
+                    ),
+                    "created_at": datetime.now(UTC),
+                }
+            )
+        )
+
+    def log(self, split: str, step: int, metrics: Metrics) -> None:
+        """Keep what was measured about a step; `infos` shows it as `split/metric`."""
+        self.read(step)
+        entry = LoggedMetrics(split=split, step=step, metrics=metrics, logged_at=datetime.now(UTC))
+        key = f"{self.name}/metrics/{step:06d}-{uuid4().hex}.json"
+        self.store.create(key, entry.model_dump_json().encode())
+
+    def infos(self) -> list[CheckpointInfo]:
+        """All steps with their metrics, in order. What was logged last for a name counts."""
+        logged: dict[int, Metrics] = {}
+        entries = [
+            LoggedMetrics.model_validate_json(self.store.read(key))
+            for key in self.store.list(f"{self.name}/metrics/")
+        ]
+        for entry in sorted(entries, key=lambda entry: entry.logged_at):
+            found = logged.setdefault(entry.step, {})
+            found |= {f"{entry.split}/{name}": value for name, value in entry.metrics.items()}
+        return [
+            CheckpointInfo(
+                project=self.name.project,
+                model=self.name.model,
+                step=step,
+                kind=manifest.kind,
+                created_at=manifest.created_at,
+                bytes=sum(blob.size for blob in manifest.files.values()),
+                metrics=manifest.metrics | logged.get(step, {}),
+            )
+            for step in self.steps()
+            for manifest in [self.read(step)]
+        ]
+
+    def _key(self, step: int) -> str:
+        return f"{self.name}/steps/{step:06d}.json"
+
+    def _create(self, manifest: Manifest) -> Manifest:
+        key = self._key(manifest.step)
+        if self.store.create(key, manifest.model_dump_json(indent=1).encode()):
+            return manifest
+        there = self.read(manifest.step)
+        if there.call_id == manifest.call_id:
+            return there
+        raise RivalError(
+            f"Step {manifest.step} of {self.name} was made by another call ({there.call_id}, "
+            f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC): somebody else trains this model too. "
+            "This step was not counted. Stop one of the two, or train a fork."
+        )
+
+
+def best(infos: list[CheckpointInfo], metric: str) -> CheckpointInfo:
+    """The step with the highest `metric`; of equals, the later one. Raises `NotFoundError`."""
+    having = [info for info in infos if metric in info.metrics]
+    if not having:
+        known = sorted({name for info in infos for name in info.metrics})
+        raise NotFoundError(
+            f"No step has the metric {metric!r}. "
+            + (f"There are: {', '.join(known)}." if known else "No metrics were logged.")
+        )
+    return max(having, key=lambda info: (info.metrics[metric], info.step))
+
+
+def _ranges(steps: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
