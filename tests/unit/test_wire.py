@@ -70,12 +70,17 @@ def test_a_batch_comes_back_as_it_was(batch: TrainBatch) -> None:
 
 @quick
 @given(batches(), st.data())
-def test_a_damaged_body_is_refused_or_still_a_batch(batch: TrainBatch, data: st.DataObject) -> None:
+def test_a_damaged_body_is_refused_or_means_the_same(
+    batch: TrainBatch, data: st.DataObject
+) -> None:
     body = bytearray(encode_batch(batch))
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(InvalidRequestError):
-        decode_batch(bytes(body), LIMIT)
+    try:
+        back = decode_batch(bytes(body), LIMIT)
+    except InvalidRequestError:
+        return
+    assert back == batch  # flips that undid each other, or of the header's level hint
 
 
 @quick
