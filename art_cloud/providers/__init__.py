@@ -1,0 +1,110 @@
+"""Where a cluster can run: what every provider answers, and how one is found by name.
+
+A provider is a class without constructor arguments, registered under the entry point group
+`art_cloud.providers`. It keeps no record of its own: the client's registry holds the intent, and
+`list` tells what really exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+from importlib.metadata import EntryPoint, entry_points
+from typing import Literal, Protocol
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, SecretStr
+
+from ..config import Frozen
+from ..errors import ConfigError
+
+ENTRY_POINTS = "art_cloud.providers"
+
+
+class ClusterSpec(Frozen):
+    """What a cluster is asked to be. The token is never part of its JSON or its repr."""
+
+    provider: str
+    store: str
+    base_model: str | None = None
+    engine: str = "transformers"
+    idle_seconds: PositiveFloat = 900.0
+    token: SecretStr = Field(default=SecretStr(""), exclude=True, repr=False)
+    """The bearer token that the server must ask for."""
+
+
+class Offer(Frozen):
+    """One machine that could be had for a spec."""
+
+    provider: str
+    region: str
+    price_per_hour: NonNegativeFloat
+    """US dollars."""
+    spot: bool = False
+
+
+class Endpoint(Frozen):
+    """How this machine reaches a cluster's server."""
+
+    url: str
+
+
+class Instance(Frozen):
+    """Something of ours that exists at a provider, and may cost money."""
+
+    name: str
+    provider: str
+    state: Literal["starting", "running", "ending"]
+    started_at: datetime
+    detail: str
+    """What a person would look for: a process id, a machine's address."""
+
+
+class Provider(Protocol):
+    """All calls are safe to repeat; they raise `ProviderError`, or `ConfigError` before they act."""
+
+    async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        """Machines for `spec`, cheapest first. Has no side effect."""
+        ...
+
+    async def launch(self, spec: ClusterSpec, name: str) -> None:
+        """Start the machine and its server. Does nothing if the cluster `name` exists."""
+        ...
+
+    async def endpoint(self, name: str) -> Endpoint:
+        """Wait until the server of `name` listens; `LaunchError` if it ended before it did."""
+        ...
+
+    async def list(self) -> list[Instance]:
+        """Everything of ours that exists, whether the registry knows it or not."""
+        ...
+
+    async def terminate(self, name: str) -> None:
+        """End the server and its machine; returns when `list` no longer shows them."""
+        ...
+
+    def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        """The server's log, line by line; with `follow` until the server ends."""
+        ...
+
+
+def provider_names() -> list[str]:
+    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+
+
+def get_provider(name: str) -> Provider:
+    points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]
+    if not points:
+        known = ", ".join(provider_names()) or "none: is art-cloud installed?"
+        raise ConfigError(f"There is no provider {name!r}. Known are: {known}.")
+    return _load(points[0])
+
+
+def _load(point: EntryPoint) -> Provider:
+    try:
+        provider: Provider = point.load()()
+    except ImportError as error:
+        raise ConfigError(
+            f"Provider {point.name!r} can't be loaded: {error}. If it is one of art-cloud's own, "
+            f"install what it needs: pip install 'art-cloud[{point.name}]'."
+        ) from error
+    return provider

@@ -1,0 +1,265 @@
+"""This machine: the server as a process of its own, which outlives the one that started it.
+
+A cluster's folder is `<home>/clusters/<name>`: the server's state, `server.log`, `endpoint.json`
+(written by the server when it listens) and `lock`, which the server holds for as long as it lives.
+The folder's path stands in the server's arguments, so `list` finds it by looking at processes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
+from ..registry import home
+from . import ClusterSpec, Endpoint, Instance, Offer
+
+if TYPE_CHECKING:
+    import psutil
+
+POLL_SECONDS = 0.1
+ENDING_SECONDS = 60.0
+"""How long a server may take to finish or abandon its step before it is killed."""
+KILL_SECONDS = 10.0
+LOG_LINES = 15
+LOG_MARK = "=== art-cloud starts"
+
+_started: dict[str, subprocess.Popen[bytes]] = {}
+"""Servers started by this process: kept so that they are reaped, and their exit code is known."""
+
+
+class _EndpointFile(BaseModel):
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The processes of one cluster, the server itself first if it still lives."""
+
+    leader: psutil.Process | None
+    processes: list[psutil.Process]
+
+
+class LocalProvider:
+    async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        return [Offer(provider="local", region="this machine", price_per_hour=0.0)]
+
+    async def launch(self, spec: ClusterSpec, name: str) -> None:
+        """Start the server; `ConfigError` if the `server` extra is not installed."""
+        _require("torch", "transformers", "peft", "uvicorn", "psutil")
+        folder = _folder(name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            if name in await asyncio.to_thread(_scan):
+                return
+            (folder / "endpoint.json").unlink(missing_ok=True)
+            self._start(spec, name, folder, lock.fileno())
+
+    def _start(self, spec: ClusterSpec, name: str, folder: Path, lock: int) -> None:
+        command = [sys.executable, "-P", "-m", "art_server"]
+        command += ["--name", name, "--state", str(folder), "--store", spec.store]
+        command += ["--engine", spec.engine, "--idle", f"{spec.idle_seconds:g}"]
+        if spec.base_model is not None:
+            command += ["--model", spec.base_model]
+        log = os.open(folder / "server.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        try:
+            os.write(log, f"{LOG_MARK} {name} at {datetime.now(UTC):%F %T} UTC\n".encode())
+            process = subprocess.Popen(
+                command,
+                env=os.environ | {"ART_CLOUD_TOKEN": spec.token.get_secret_value()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[lock],
+            )
+        except OSError as error:
+            raise LaunchError(f"The server of {name} could not be started: {error}.") from error
+        finally:
+            os.close(log)
+        _started[name] = process
+
+    async def endpoint(self, name: str) -> Endpoint:
+        while True:
+            server = (await asyncio.to_thread(_scan)).get(name)
+            if server is None or server.leader is None:
+                raise _ended(name)
+            found = _read_endpoint(name)
+            if found and found.pid == server.leader.pid:
+                return Endpoint(url=found.url)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def list(self) -> list[Instance]:
+        _require("psutil")
+        return [
+            _instance(name, server) for name, server in (await asyncio.to_thread(_scan)).items()
+        ]
+
+    async def terminate(self, name: str) -> None:
+        """SIGTERM to the server; SIGKILL to whatever of it is left after `ENDING_SECONDS`."""
+        _require("psutil")
+        await asyncio.to_thread(_terminate, name)
+
+    async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        path = _folder(name) / "server.log"
+        if not path.exists():
+            raise NotFoundError(f"There is no log of a local cluster {name!r} at {path}.")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            pending = ""
+            while True:
+                alive = follow and name in await asyncio.to_thread(_scan)
+                for part in file:
+                    pending += part
+                    if pending.endswith("\n"):
+                        yield pending.rstrip("\n")
+                        pending = ""
+                if not alive:
+                    break
+                await asyncio.sleep(POLL_SECONDS)
+            if pending:
+                yield pending
+
+
+def _folder(name: str) -> Path:
+    return home() / "clusters" / name
+
+
+def _require(*modules: str) -> None:
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"A local cluster needs {', '.join(missing)}, which is not installed here. "
+            "Run: pip install 'art-cloud[server]'"
+        )
+
+
+def _scan() -> dict[str, _Server]:
+    """Everything of ours that runs here, by cluster name.
+
+    A server is known by its arguments. What else runs in the session that it leads belongs to it,
+    also when the server itself has gone: its id is not given away while its session has members.
+    """
+    import psutil
+
+    leaders: dict[str, psutil.Process] = {}
+    sessions: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            name = _cluster_of(process.cmdline())
+            session = os.getsid(process.pid)
+            sessions.setdefault(session, []).append(process)
+            if name and (name not in leaders or session == process.pid):
+                leaders[name] = process
+    servers = {
+        name: _Server(leader, [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)])
+        for name, leader in leaders.items()
+    }
+    for path in (home() / "clusters").glob("*/endpoint.json"):
+        name = path.parent.name
+        found = None if name in servers else _read_endpoint(name)
+        left = sessions.get(found.pid, []) if found else []
+        if found and left and all(process.pid != found.pid for process in left):
+            servers[name] = _Server(None, left)
+    return servers
+
+
+def _cluster_of(command: list[str]) -> str | None:
+    """The cluster whose server was started by `command`, if it is one of this user's home."""
+    is_server = any(part == "art_server" or Path(part).name == "art-server" for part in command)
+    if not is_server or "--state" not in command[:-1]:
+        return None
+    folder = Path(command[command.index("--state") + 1])
+    return folder.name if folder.parent == home() / "clusters" else None
+
+
+def _read_endpoint(name: str) -> _EndpointFile | None:
+    try:
+        text = (_folder(name) / "endpoint.json").read_text()
+    except FileNotFoundError:
+        return None
+    try:
+        return _EndpointFile.model_validate_json(text)
+    except ValidationError as error:
+        raise ProviderError(f"endpoint.json of {name} is not what a server writes.") from error
+
+
+def _instance(name: str, server: _Server) -> Instance:
+    found = _read_endpoint(name)
+    process = server.leader or server.processes[0]
+    listens = server.leader is not None and found is not None and found.pid == server.leader.pid
+    return Instance(
+        name=name,
+        provider="local",
+        state="running" if listens else "starting" if server.leader else "ending",
+        started_at=datetime.fromtimestamp(process.create_time(), UTC),
+        detail=f"pid {process.pid}",
+    )
+
+
+def _terminate(name: str) -> None:
+    import psutil
+
+    server = _scan().get(name)
+    if server is None:
+        return
+    try:
+        for process in server.processes if server.leader is None else [server.leader]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        psutil.wait_procs([server.leader or server.processes[0]], timeout=ENDING_SECONDS)
+        deadline = time.monotonic() + KILL_SECONDS
+        while server := _scan().get(name):
+            if time.monotonic() > deadline:
+                pids = ", ".join(str(process.pid) for process in server.processes)
+                raise ProviderError(f"{name} does not end: still there are processes {pids}.")
+            for process in server.processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(server.processes, timeout=POLL_SECONDS)
+    except psutil.AccessDenied as error:
+        raise ProviderError(
+            f"{name} runs as another user (process {error.pid}): end it as that user."
+        ) from error
+
+
+def _ended(name: str) -> LaunchError:
+    process = _started.get(name)
+    code = process.poll() if process else None
+    how = "" if code is None else f" with exit code {code}"
+    log = _folder(name) / "server.log"
+    lines = "\n".join(f"  {line}" for line in _last_lines(log)) or "  (nothing)"
+    return LaunchError(
+        f"The server of {name} ended{how}. The last lines of {log}:\n{lines}\n"
+        "Mend what they name, then start it again."
+    )
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Of the newest start only, at most `LOG_LINES`."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 65536))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    starts = [number for number, line in enumerate(lines) if line.startswith(LOG_MARK)]
+    return lines[starts[-1] + 1 if starts else 0 :][-LOG_LINES:]
