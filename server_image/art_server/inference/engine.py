@@ -1,0 +1,72 @@
+"""What the gateway asks of an inference engine.
+
+Bodies and answers are OpenAI's, as plain dicts, so that an engine may be a proxy. The gateway has
+already turned the request's model name into a policy: an engine only ever sees immutable weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+Route = Literal["chat/completions", "completions"]
+
+
+class EngineStats(NamedTuple):
+    running: int = 0
+    """Choices that are being generated."""
+    waiting: int = 0
+    """Choices that are not: queued behind `reason`."""
+    tokens_generated: int = 0
+    """Since the engine was started."""
+    reason: str | None = None
+    """Why something waits, in words; None when nothing does."""
+
+
+class Engine(Protocol):
+    """Serves the base model and any number of policies at once.
+
+    Every choice carries `sample` (an `art_cloud.protocol.Sample` as a dict; `policy` is the served
+    policy, or the base model's name): in a stream, on the chunk that has its `finish_reason`.
+    """
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """End every request with `ServerStoppingError` and free the weights."""
+
+    async def load(self, policy: str, adapter: Path) -> None:
+        """Serve the PEFT folder `adapter` as `policy`. Safe to repeat; loses no request in flight.
+
+        Raises `ConflictError` if `policy` already stands for another folder, `ConfigError` if the
+        folder is not an adapter of this base model.
+        """
+
+    async def unload(self, policy: str) -> None:
+        """Refuse new requests for `policy`; its weights go when those in flight are done.
+
+        Raises `NotFoundError` if it is not loaded.
+        """
+
+    def policies(self) -> list[str]:
+        """The policies that a request may name now, sorted."""
+
+    async def create(
+        self, route: Route, body: dict[str, Any], policy: str | None
+    ) -> dict[str, Any]:
+        """The whole answer. `policy` None means the base model; cancelling stops the generation.
+
+        Raises `InvalidRequestError` (also `ContextLengthError`) and `NotFoundError`.
+        """
+
+    def stream(
+        self, route: Route, body: dict[str, Any], policy: str | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in OpenAI's chunks. Raises as `create`, before the first chunk; closing the
+        generator stops the generation.
+        """
+
+    def stats(self) -> EngineStats: ...
