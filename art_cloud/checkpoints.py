@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from .config import Frozen, LoRAConfig
 from .errors import ConflictError, NotFoundError, RivalError, StoreError
@@ -48,11 +48,11 @@ class Manifest(Frozen):
     parent: Parent | None
     base_model: str
     lora: LoRAConfig
-    files: dict[str, Blob]
-    metrics: Metrics
+    files: dict[str, Blob] = {}
+    metrics: Metrics = {}
     versions: dict[str, str]
     """Of the packages that made it."""
-    created_at: datetime
+    created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def name(self) -> ModelName:
@@ -107,41 +107,15 @@ class Checkpoints:
         """Which call made which step."""
         return {self.read(step).call_id: step for step in self.steps()}
 
-    def commit(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        kind: Kind,
-        call_id: str,
-        parent: Parent | None,
-        base_model: str,
-        lora: LoRAConfig,
-        metrics: Metrics,
-        versions: dict[str, str],
-    ) -> Manifest:
-        """Make `folder` the content of `step`, durably. Blobs go first, the manifest last.
+    def commit(self, draft: Manifest, folder: Path) -> Manifest:
+        """Make `folder` the content of the step that `draft` describes, durably.
 
-        Returns the manifest that stands; raises `RivalError` if another call took the number.
+        Blobs go first, the manifest last. Returns the manifest that stands; raises `RivalError` if
+        another call took the step's number.
         """
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {path.relative_to(folder).as_posix(): self.store.put_blob(path) for path in paths}
-        return self._create(
-            Manifest(
-                project=self.name.project,
-                model=self.name.model,
-                step=step,
-                kind=kind,
-                call_id=call_id,
-                parent=parent,
-                base_model=base_model,
-                lora=lora,
-                files=files,
-                metrics=metrics,
-                versions=versions,
-                created_at=datetime.now(UTC),
-            )
-        )
+        return self._create(draft.model_copy(update={"files": files}))
 
     def fetch(self, manifest: Manifest, folder: Path, *, only: str = "") -> Path:
         """Write the step's files (those whose path starts with `only`) to a folder of its own.

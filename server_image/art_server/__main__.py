@@ -1,0 +1,167 @@
+"""`art-server`: serve a base model and its adapters on loopback, and train them.
+
+The token that clients must send is read from the environment variable ART_CLOUD_TOKEN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+import platformdirs
+import uvicorn
+
+from art_cloud._version import __version__
+from art_cloud.errors import ArtCloudError, ConfigError
+from art_cloud.names import check_name
+
+log = logging.getLogger("art_server")
+
+TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
+GRACE_SECONDS = 30.0
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("art-server", description=__doc__)
+    parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
+                        "the first model that is registered decides")  # fmt: skip
+    parser.add_argument("--name", default="server", help="of this cluster")
+    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0: any free one")
+    parser.add_argument("--store", help="URL or folder where steps are kept")
+    parser.add_argument("--state", type=Path, help="folder for the journal and the cache")
+    parser.add_argument("--engine", choices=["transformers"], default="transformers")
+    parser.add_argument("--idle", type=float, metavar="SECONDS", default=math.inf,
+                        help="end when nothing happened for so long")  # fmt: skip
+    parser.add_argument("--max-body", type=int, default=1024, metavar="MIB",
+                        help="largest request that is taken")  # fmt: skip
+    parser.add_argument("--version", action="version", version=__version__)
+    return parser.parse_args(arguments)
+
+
+def listen(port: int) -> socket.socket:
+    """A listening socket on loopback; `ConfigError` if the port is taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen(2048)
+    except OSError as error:
+        raise ConfigError(
+            f"Port {port} on 127.0.0.1 can't be used: {error.strerror}. Something else listens "
+            "there. Choose another --port, or none for a free one."
+        ) from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal only asks to stop: the running job is finished or left first."""
+
+    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
+        super().__init__(config)
+        self.stop = stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.stop.is_set() and sig == signal.SIGINT
+        self.stop.set()
+
+
+async def serve(options: argparse.Namespace, token: str) -> None:
+    name = check_name(options.name, "name")
+    listener = listen(options.port)
+    url = "http://{}:{}".format(*listener.getsockname())
+
+    # after the cheap checks, since these import torch
+    from .app import make_app
+    from .guardian import Guardian
+    from .jobs import Jobs, Journal
+    from .programs import Programs
+    from .runtime import Runtime, Settings
+
+    home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
+    state = options.state or home / "servers" / name
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    store = options.store or (home / "store").as_uri()
+    max_bytes = options.max_body << 20
+
+    stop = asyncio.Event()
+    runtime = Runtime(Settings(state=state, store=store, engine=options.engine))
+    journal = Journal(state / "journal.sqlite")
+    programs = Programs(runtime, max_bytes)
+    jobs = Jobs(journal, programs.by_kind())
+    guardian = Guardian(
+        options.idle, busy=lambda: jobs.current is not None or runtime.sampling, stop=stop.set
+    )
+    app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, touch=guardian.touch)
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False), stop)
+    if options.model:
+        await runtime.open_base(options.model)
+    await programs.reopen(journal.models())
+
+    serving = asyncio.create_task(server.serve([listener]))
+    watching = asyncio.create_task(guardian.watch())
+    stopped = asyncio.create_task(stop.wait())
+    endpoint = state / "endpoint.json"
+    _write_endpoint(endpoint, name, url)
+    log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
+    try:
+        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        log.info("stopping")
+    finally:
+        endpoint.unlink(missing_ok=True)
+        watching.cancel()
+        stopped.cancel()
+        await jobs.stop(GRACE_SECONDS)
+        server.should_exit = True
+        await serving
+        await runtime.close()
+        journal.close()
+    log.info("stopped")
+
+
+def _write_endpoint(path: Path, name: str, url: str) -> None:
+    content = {
+        "name": name,
+        "url": url,
+        "pid": os.getpid(),
+        "version": __version__,
+        "started_at": datetime.now(UTC).isoformat(),
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
+def main() -> None:
+    options = parse_arguments()
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    for noisy in ("httpx", "transformers", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        token = os.environ.pop(TOKEN, "")
+        if not token:
+            raise ConfigError(
+                f"No token: set {TOKEN} to a secret that clients must send, for example "
+                f"{TOKEN}=$(openssl rand -hex 32). There is no server without one."
+            )
+        asyncio.run(serve(options, token))
+    except ArtCloudError as error:
+        print(f"art-server: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""From what a call carries to what the trainer takes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean
+
+from art_cloud.config import SFTConfig
+from art_cloud.errors import InvalidRequestError, UntrainableError
+from art_cloud.protocol import Metrics, SFTExample
+from art_cloud.wire import TrainBatch
+
+from .inference import render
+from .training import BaseModel, Datum, group_advantages, has_signal
+
+
+def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
+    """The batch's samples, each with the advantage of its trajectory, and what they are like.
+
+    Raises `UntrainableError` for an id that is not in the base model's vocabulary.
+    """
+    for number, sample in enumerate(batch.samples):
+        top = max((*sample.prompt_ids, *sample.completion_ids), default=0)
+        if top >= vocabulary:
+            raise UntrainableError(
+                f"Sample {number} (by {sample.policy}) holds the token id {top}, and the base "
+                f"model has {vocabulary}. It was sampled from another model."
+            )
+    rewards = [group.rewards for group in batch.groups]
+    advantages = group_advantages(rewards, batch.config.options.scale_rewards)
+    data = []
+    trajectory = 0
+    for number, (group, of_group) in enumerate(zip(batch.groups, advantages, strict=True)):
+        for indices, advantage in zip(group.samples, of_group, strict=True):
+            for sample in (batch.samples[index] for index in indices):
+                data.append(
+                    Datum(
+                        prompt_ids=sample.prompt_ids,
+                        completion_ids=sample.completion_ids,
+                        logprobs=sample.logprobs,
+                        advantage=advantage,
+                        temperature=sample.temperature or 1.0,
+                        sequence=trajectory,
+                        group=number,
+                    )
+                )
+            trajectory += 1
+    flat = [reward for group in rewards for reward in group]
+    metrics = {
+        "reward": fmean(flat),
+        "reward_std": fmean(_std(group) for group in rewards),
+        "groups": float(len(rewards)),
+        "groups_without_signal": float(sum(not has_signal(group) for group in rewards)),
+        "trajectories": float(len(flat)),
+        "samples": float(len(batch.samples)),
+    }
+    return data, metrics
+
+
+def sft_data(examples: Sequence[SFTExample], base: BaseModel) -> list[Datum]:
+    """One datum for each message of the assistant: what came before it, and the message itself,
+    in the ids that the engine would have seen and sampled.
+
+    Raises `UntrainableError` that names an example without one.
+    """
+    data: list[Datum] = []
+    for number, example in enumerate(examples):
+        messages = example.messages
+        turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not turns:
+            raise UntrainableError(
+                f"Example {number} has no message of the assistant: there is nothing to learn."
+            )
+        for turn in turns:
+            before, whole = _rendered(number, example, turn, base)
+            if not whole.startswith(before):
+                raise UntrainableError(
+                    f"Example {number}, message {turn}: the chat template of {base.name} does not "
+                    "write the assistant's message after what it writes to ask for one, so the "
+                    "model can't be taught to sample it."
+                )
+            prompt_ids = _encode(base, before)
+            completion_ids = _encode(base, whole[len(before) :])
+            end = base.tokenizer.eos_token_id
+            if end in completion_ids:
+                completion_ids = completion_ids[: completion_ids.index(end) + 1]
+            data.append(
+                Datum(
+                    prompt_ids=prompt_ids,
+                    completion_ids=completion_ids,
+                    logprobs=[],
+                    sequence=len(data),
+                )
+            )
+    return data
+
+
+def _rendered(number: int, example: SFTExample, turn: int, base: BaseModel) -> tuple[str, str]:
+    """The conversation up to message `turn`, as the engine would be asked for it, and with it."""
+    messages = example.messages
+    try:
+        before = render(base.tokenizer, messages[:turn], example.tools)
+        whole = render(
+            base.tokenizer, messages[: turn + 1], example.tools, add_generation_prompt=False
+        )
+    except InvalidRequestError as error:
+        raise UntrainableError(f"Example {number}: {error}") from error
+    return before, whole
+
+
+def sft_batches(data: Sequence[Datum], config: SFTConfig) -> list[list[Datum]]:
+    """All epochs, each in an order of its own that depends on the seed only."""
+    batches = []
+    for epoch in range(config.epochs):
+        order = list(data)
+        random.Random(f"{config.seed}/{epoch}").shuffle(order)  # noqa: S311
+        batches += [
+            order[start : start + config.batch_size]
+            for start in range(0, len(order), config.batch_size)
+        ]
+    return batches
+
+
+def sft_learning_rate(config: SFTConfig, number: int, total: int) -> float:
+    """The rate of optimizer step `number` (from 0) of `total`: linear warm-up, then `schedule`."""
+    warmup = round(config.warmup_ratio * total)
+    if number < warmup:
+        return config.learning_rate * (number + 1) / warmup
+    left = 1 - (number - warmup) / max(1, total - warmup)
+    factor = {
+        "constant": 1.0,
+        "linear": left,
+        "cosine": (1 + math.cos(math.pi * (1 - left))) / 2,
+    }[config.schedule]
+    return config.learning_rate * factor
+
+
+def _encode(base: BaseModel, text: str) -> list[int]:
+    ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return math.sqrt(fmean((value - mean) ** 2 for value in values))

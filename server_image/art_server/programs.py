@@ -1,0 +1,248 @@
+"""What a job does: register, train, sft. Each ends in one step in the store, or in none.
+
+A program may be run again from its start at any time (the server was killed, the answer was lost):
+it looks for a step that carries its call's id first, and everything else it does is a function of
+the newest step and the call's body.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+from art_cloud.checkpoints import Manifest, Parent
+from art_cloud.config import SFTConfig, TrainConfig
+from art_cloud.errors import ConflictError
+from art_cloud.names import ModelName
+from art_cloud.protocol import (
+    JobInfo,
+    JobKind,
+    Metrics,
+    RegisterRequest,
+    SFTRequest,
+    StepResult,
+)
+from art_cloud.wire import decode_batch
+
+from .data import rl_data, sft_batches, sft_data, sft_learning_rate
+from .jobs import Program, Report
+from .runtime import Runtime, package_versions
+from .training import AdamParams
+
+INIT = "init"
+"""The call id of every step 0: made from the same seed, it is the same step whoever makes it."""
+
+
+class Programs:
+    def __init__(self, runtime: Runtime, max_bytes: int) -> None:
+        self.runtime = runtime
+        self.max_bytes = max_bytes
+        self._calls: dict[ModelName, dict[str, int]] = {}
+        self._resident: dict[ModelName, int] = {}
+
+    def by_kind(self) -> dict[JobKind, Program]:
+        return {"register": self.register, "train": self.train, "sft": self.sft}
+
+    async def register(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+        """Load the base model if need be, and the model's newest step, or make its step 0."""
+        request = RegisterRequest.model_validate_json(body)
+        name = ModelName(job.project, job.model)
+        checkpoints = self.runtime.checkpoints(name)
+        manifest = await self.runtime.in_training_thread(checkpoints.newest)
+        if manifest is not None:
+            _check_same_model(name, manifest, request)
+        report({"phase": f"loading {request.base_model}"})
+        await self.runtime.open_base(request.base_model)
+        if manifest is None:
+            report({"phase": "making step 0"})
+            manifest = await self.runtime.in_training_thread(self._make_step_0, name, request)
+        await self._serve(manifest)
+        return _result(manifest)
+
+    async def train(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+        """One step of a policy loss on a batch of groups."""
+        name = ModelName(job.project, job.model)
+        if (done := await self._done_before(job, name)) is not None:
+            return done
+        batch = decode_batch(body, self.max_bytes)
+        config = batch.config
+        newest = self.runtime.newest(name)
+
+        def step() -> Manifest:
+            started = time.perf_counter()
+            self._make_resident(newest)
+            data, metrics = rl_data(batch, self.runtime.vocabulary)
+            reference = None
+            if config.kl_coef and config.kl_reference_step is not None:
+                reference_manifest = self.runtime.checkpoints(name).read(config.kl_reference_step)
+                reference = self.runtime.fetch(reference_manifest) / "adapter"
+            metrics |= self.runtime.trainer.forward_backward(
+                str(name),
+                data,
+                config,
+                reference=reference,
+                progress=lambda done, total: report(
+                    {"phase": "training", "done": done, "total": total}
+                ),
+            )
+            metrics |= self.runtime.trainer.optim_step(str(name), adam(config))
+            metrics["seconds"] = time.perf_counter() - started
+            return self._commit_next(job, newest, metrics | batch.metrics)
+
+        return await self._step(name, step, report)
+
+    async def sft(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+        """Supervised fine-tuning over all examples; one step of the model when it is through."""
+        name = ModelName(job.project, job.model)
+        if (done := await self._done_before(job, name)) is not None:
+            return done
+        request = SFTRequest.model_validate_json(body)
+        newest = self.runtime.newest(name)
+        config = request.config
+
+        def step() -> Manifest:
+            started = time.perf_counter()
+            assert self.runtime.base is not None
+            data = sft_data(request.examples, self.runtime.base)
+            self._make_resident(newest)
+            batches = sft_batches(data, config)
+            losses, tokens = [], 0.0
+            for number, batch in enumerate(batches):
+                measured = self.runtime.trainer.forward_backward(str(name), batch, "cross_entropy")
+                measured |= self.runtime.trainer.optim_step(
+                    str(name),
+                    adam(config, sft_learning_rate(config, number, len(batches))),
+                )
+                losses.append(measured["loss"])
+                tokens += measured["tokens"]
+                report(
+                    {
+                        "phase": "fine-tuning",
+                        "done": number + 1,
+                        "total": len(batches),
+                        "metrics": {"loss": measured["loss"]},
+                    }
+                )
+            epoch = max(1, len(batches) // config.epochs)
+            seconds = time.perf_counter() - started
+            metrics = {
+                "loss": fmean(losses[-epoch:]),
+                "loss_first": losses[0],
+                "loss_last": losses[-1],
+                "optimizer_steps": float(len(batches)),
+                "examples": float(len(request.examples)),
+                "tokens": tokens,
+                "tokens_per_second": tokens / seconds,
+                "seconds": seconds,
+            }
+            return self._commit_next(job, newest, metrics)
+
+        return await self._step(name, step, report)
+
+    async def _step(
+        self, name: ModelName, step: Callable[[], Manifest], report: Report
+    ) -> StepResult:
+        try:
+            manifest = await self.runtime.in_training_thread(step)
+        except BaseException:
+            # what the trainer holds may be half a step: the next job reads the newest one again
+            self._resident.pop(name, None)
+            raise
+        self._resident[name] = manifest.step
+        self._calls[name][manifest.call_id] = manifest.step
+        report({"phase": f"loading {manifest.policy}"})
+        await self.runtime.publish(manifest)
+        return _result(manifest)
+
+    async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:
+        """The result of this very call, if its step is in the store already."""
+        self.runtime.newest(name)
+        step = self._calls[name].get(job.id)
+        if step is None:
+            return None
+        return _result(
+            await self.runtime.in_training_thread(self.runtime.checkpoints(name).read, step)
+        )
+
+    async def reopen(self, names: Iterable[ModelName]) -> None:
+        """After a restart: serve the newest step of the models that this server had."""
+        for name in names:
+            checkpoints = self.runtime.checkpoints(name)
+            manifest = await self.runtime.in_training_thread(checkpoints.newest)
+            if manifest is not None:
+                await self.runtime.open_base(manifest.base_model)
+                await self._serve(manifest)
+
+    async def _serve(self, manifest: Manifest) -> None:
+        checkpoints = self.runtime.checkpoints(manifest.name)
+        self._calls[manifest.name] = await self.runtime.in_training_thread(checkpoints.calls)
+        await self.runtime.publish(manifest)
+
+    def _make_step_0(self, name: ModelName, request: RegisterRequest) -> Manifest:
+        self.runtime.trainer.create(str(name), request.lora)
+        self._resident[name] = 0
+        return self._commit(
+            Manifest(
+                project=name.project,
+                model=name.model,
+                step=0,
+                kind="init",
+                call_id=INIT,
+                parent=None,
+                base_model=request.base_model,
+                lora=request.lora,
+                versions=package_versions(),
+            )
+        )
+
+    def _make_resident(self, newest: Manifest) -> None:
+        if self._resident.get(newest.name) != newest.step:
+            self.runtime.trainer.load_state(str(newest.name), self.runtime.fetch(newest))
+
+    def _commit_next(self, job: JobInfo, newest: Manifest, metrics: Metrics) -> Manifest:
+        return self._commit(
+            Manifest(
+                project=newest.project,
+                model=newest.model,
+                step=newest.step + 1,
+                kind="train" if job.kind == "train" else "sft",
+                call_id=job.id,
+                parent=Parent(project=newest.project, model=newest.model, step=newest.step),
+                base_model=newest.base_model,
+                lora=newest.lora,
+                metrics=metrics,
+                versions=package_versions(),
+            )
+        )
+
+    def _commit(self, draft: Manifest) -> Manifest:
+        with self.runtime.new_folder(draft) as folder:
+            self.runtime.trainer.save_state(str(draft.name), folder)
+            return self.runtime.checkpoints(draft.name).commit(draft, folder)
+
+
+def adam(config: TrainConfig | SFTConfig, learning_rate: float | None = None) -> AdamParams:
+    return AdamParams(
+        learning_rate=config.learning_rate if learning_rate is None else learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+
+
+def _result(manifest: Manifest) -> StepResult:
+    return StepResult(step=manifest.step, policy=manifest.policy, metrics=manifest.metrics)
+
+
+def _check_same_model(name: ModelName, there: Manifest, request: RegisterRequest) -> None:
+    if there.base_model != request.base_model:
+        raise ConflictError(
+            f"{name} is in the store as an adapter of {there.base_model}, and was registered now "
+            f"with {request.base_model}. Use that base model, or another name."
+        )
+    if there.lora != request.lora:
+        raise ConflictError(
+            f"{name} is in the store with {there.lora!r}, and was registered now with "
+            f"{request.lora!r}. Use the same, or another name."
+        )

@@ -1,0 +1,244 @@
+"""What the server holds: one base model, a trainer and an engine over it, and many adapters.
+
+The engine knows policies only (`project/model@17`), each loaded from a folder of its own. A plain
+name is turned into the newest policy here, for each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from art_cloud.checkpoints import Checkpoints, Manifest
+from art_cloud.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from art_cloud.names import ModelName, PolicyName
+from art_cloud.protocol import ModelInfo
+from art_cloud.store import open_store
+
+from .inference import Engine, EngineStats, TransformersEngine
+from .training import BaseModel, Trainer, load_base
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+POLICIES_LOADED = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    state: Path
+    store: str
+    engine: str = "transformers"
+
+
+class Runtime:
+    """`base`, `trainer` and `engine` are there once `open_base` was awaited."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = open_store(settings.store, create=True)
+        self.cache = settings.state / "checkpoints"
+        shutil.rmtree(self.cache, ignore_errors=True)
+        self.cache.mkdir(parents=True)
+        self.base: BaseModel | None = None
+        self._trainer: Trainer | None = None
+        self._engine: Engine | None = None
+        self._newest: dict[ModelName, Manifest] = {}
+        self._in_use: dict[str, int] = {}
+        self._folders: dict[str, Path] = {}
+        self._loading = asyncio.Lock()
+        self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+
+    async def close(self) -> None:
+        self._training_thread.shutdown(wait=True)
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def in_training_thread(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._training_thread, lambda: function(*args, **kwargs))
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise ConfigError("The server has no base model yet: register a model first.")
+        return self._trainer
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("The server has no base model yet: register a model first.")
+        return self._engine
+
+    @property
+    def base_name(self) -> str | None:
+        return self.base.name if self.base else None
+
+    @property
+    def vocabulary(self) -> int:
+        """The base model's number of token ids."""
+        assert self.base is not None
+        return int(self.base.model.config.get_text_config().vocab_size)
+
+    @property
+    def device(self) -> str:
+        return str(self.base.device) if self.base else "none yet"
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats() if self._engine else EngineStats(0, 0, 0, None)
+
+    @property
+    def sampling(self) -> bool:
+        stats = self.stats()
+        return stats.running + stats.waiting > 0
+
+    @property
+    def policies(self) -> list[str]:
+        return list(self._in_use)
+
+    async def open_base(self, name: str) -> None:
+        """Load the base model, unless it is loaded. One server holds one."""
+        if self.base_name not in (None, name):
+            raise ConflictError(
+                f"This server holds {self.base_name}, and {name} was asked for. One server holds "
+                "one base model: start another server for it."
+            )
+        if self.base is None:
+            log.info("loading %s", name)
+            base = await self.in_training_thread(load_base, name)
+            engine = TransformersEngine(base.model, base.tokenizer, base.name, base.context_length)
+            await engine.start()
+            self.base, self._engine, self._trainer = base, engine, Trainer(base)
+            log.info("%s is loaded on %s", name, base.device)
+
+    def checkpoints(self, name: ModelName) -> Checkpoints:
+        return Checkpoints(self.store, name)
+
+    def newest(self, name: ModelName) -> Manifest:
+        """The newest step of a registered model."""
+        try:
+            return self._newest[name]
+        except KeyError:
+            known = ", ".join(map(str, self._newest)) or "none"
+            raise NotFoundError(
+                f"{name} is not registered with this server. Registered: {known}. "
+                "Call model.register(backend) first."
+            ) from None
+
+    def info(self, name: ModelName) -> ModelInfo:
+        manifest = self.newest(name)
+        assert self.base is not None
+        return ModelInfo(
+            project=name.project,
+            model=name.model,
+            base_model=manifest.base_model,
+            step=manifest.step,
+            policy=manifest.policy,
+            context_length=self.base.context_length,
+        )
+
+    def names(self) -> list[str]:
+        """Every name that a request can be for: the base, each model, and its loaded policies."""
+        return [*([self.base.name] if self.base else []), *map(str, self._newest), *self._in_use]
+
+    async def publish(self, manifest: Manifest) -> None:
+        """Serve a step as the newest of its model, from the next request on."""
+        await self._load(manifest)
+        self._newest[manifest.name] = manifest
+        await self._unload_idle()
+
+    def folder(self, manifest: Manifest) -> Path:
+        return self.cache / manifest.project / manifest.model / f"{manifest.step:06d}"
+
+    @contextmanager
+    def new_folder(self, draft: Manifest) -> Iterator[Path]:
+        """An empty folder for a step's files; kept as its cache when the step was made."""
+        folder = self.folder(draft)
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def fetch(self, manifest: Manifest) -> Path:
+        """The step's files on this machine."""
+        folder = self.folder(manifest)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return self.checkpoints(manifest.name).fetch(manifest, folder)
+
+    @asynccontextmanager
+    async def policy(self, requested: str) -> AsyncIterator[str | None]:
+        """The policy that a request's `model` means now, kept loaded meanwhile; None is the base.
+
+        Raises `NotFoundError` that says which names exist.
+        """
+        if self.base is not None and requested == self.base.name:
+            yield None
+            return
+        manifest = await self._find(requested)
+        if manifest.policy not in self._in_use:
+            await self._load(manifest)
+        self._in_use[manifest.policy] += 1
+        try:
+            yield manifest.policy
+        finally:
+            self._in_use[manifest.policy] -= 1
+            await self._unload_idle()
+
+    async def _find(self, requested: str) -> Manifest:
+        try:
+            if "@" in requested:
+                name = PolicyName.parse(requested)
+                if self.newest(name.model).step == name.step:
+                    return self._newest[name.model]
+                return await asyncio.to_thread(self.checkpoints(name.model).read, name.step)
+            return self.newest(ModelName.parse(requested))
+        except ConfigError:
+            raise NotFoundError(
+                f"The model {requested!r} does not exist. There are: {', '.join(self.names())}."
+            ) from None
+
+    async def _load(self, manifest: Manifest) -> None:
+        async with self._loading:
+            if manifest.policy in self._in_use:
+                return
+            if manifest.base_model != self.base_name:
+                raise InvalidRequestError(
+                    f"{manifest.policy} is an adapter of {manifest.base_model}; this server holds "
+                    f"{self.base_name}. Start a server with that base model."
+                )
+            folder = await asyncio.to_thread(self.fetch, manifest)
+            await self.engine.load(manifest.policy, folder / "adapter")
+            self._folders[manifest.policy] = folder
+            self._in_use[manifest.policy] = 0
+
+    async def _unload_idle(self) -> None:
+        """Drop what was loaded longest ago beyond `POLICIES_LOADED`; never the newest of a model,
+        never one that a request uses."""
+        newest = {manifest.policy for manifest in self._newest.values()}
+        for policy, users in list(self._in_use.items()):
+            if len(self._in_use) <= POLICIES_LOADED:
+                return
+            if users == 0 and policy not in newest and self._in_use.get(policy) == 0:
+                del self._in_use[policy]
+                await self.engine.unload(policy)
+                shutil.rmtree(self._folders.pop(policy))
+
+
+def package_versions() -> dict[str, str]:
+    return {name: version(name) for name in ("art-cloud", "torch", "transformers", "peft")}
