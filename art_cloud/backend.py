@@ -1,0 +1,290 @@
+"""A running art-cloud server, as a script sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from uuid import uuid4
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from ._version import __version__
+from .batch import as_groups, make_batch, mean_metrics, reward_metrics
+from .config import Frozen, SFTConfig, TrainConfig
+from .errors import (
+    ConfigError,
+    JobError,
+    NotFoundError,
+    VersionMismatchError,
+)
+from .http import ServerClient, complaint, error_of, parse, path_of
+from .model_checkpoints import ModelCheckpoints
+from .progress import Bar, progress
+from .protocol import (
+    PROTOCOL,
+    JobEvent,
+    JobInfo,
+    LogRequest,
+    ModelInfo,
+    RegisterRequest,
+    ServerInfo,
+    SFTExample,
+    SFTRequest,
+    StepResult,
+)
+from .trajectory import Messages, Trajectory, TrajectoryGroup
+from .wire import encode_batch
+
+if TYPE_CHECKING:
+    from .model import Model, TrainableModel
+
+C = TypeVar("C", bound=Frozen)
+TrainResult: TypeAlias = StepResult
+"""What a training call returns: the new `step`, its `policy` name and its `metrics`."""
+
+RESUBMISSIONS = 3
+"""How often a call is sent again to a server that was replaced and does not know it."""
+
+
+class Backend:
+    """A server at `url`, for whoever has its `token`.
+
+    `async with` checks that the server is there and speaks this version, and closes the connections
+    at the end. While the server can't be reached, calls are tried again for `patience` seconds;
+    training calls carry an id, so that one that is sent twice counts once.
+
+    Raises, from every call:
+        AuthError: the token is wrong.
+        ServerUnavailableError: nobody answered for `patience` seconds.
+        ArtCloudError: what the server reports, as the class that it names.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        patience: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._server = ServerClient(url, token, patience=patience, transport=transport)
+        self._token = token
+        self._models: list[TrainableModel[Any]] = []
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def __repr__(self) -> str:
+        return f"Backend({self.url!r})"
+
+    async def __aenter__(self) -> Backend:
+        await self.info()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections, also those of the models' OpenAI clients. The server stays."""
+        for model in self._models:
+            await model.close()
+        await self._server.close()
+
+    async def info(self) -> ServerInfo:
+        """What the server says of itself.
+
+        Raises:
+            VersionMismatchError: it is of another version.
+        """
+        content = await self._server.call("GET", "server")
+        _check_version(parse(AnyServerInfo, content))
+        return parse(ServerInfo, content)
+
+    async def register(self, model: Model[Any]) -> None:
+        """What `model.register(backend)` does."""
+        from .model import TrainableModel
+
+        await self.info()
+        if not isinstance(model, TrainableModel):
+            return model.attach(self)
+        request = RegisterRequest(base_model=model.base_model, lora=model.lora)
+        await self._run_job("PUT", path_of(model.full_name), request, f"register {model.name}")
+        model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+
+    async def train(
+        self,
+        model: TrainableModel[Any],
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        **overrides: Any,
+    ) -> TrainResult:
+        """One step of GRPO (or of the loss that `config` names) on scored groups.
+
+        Args:
+            overrides: fields of TrainConfig to take instead of those of `config`.
+
+        Raises:
+            UntrainableError: nothing can be learned from a group or trajectory as it is; the
+                message names it. Nothing was sent.
+            ConfigError: an override is not a field of TrainConfig, or not a value of it.
+            JobError: the step was not made.
+        """
+        chosen = _override(config or TrainConfig(), overrides)
+        body = encode_batch(make_batch(model.full_name, trajectory_groups, chosen))
+        return await self._run_job(
+            "POST", f"{path_of(model.full_name)}/train", body, f"train {model.name}"
+        )
+
+    async def train_sft(
+        self,
+        model: TrainableModel[Any],
+        trajectories: Iterable[Trajectory | Messages],
+        config: SFTConfig | None = None,
+        **overrides: Any,
+    ) -> TrainResult:
+        """Supervised fine-tuning on the assistant's messages; all of it is one step of the model.
+
+        Raises:
+            ConfigError: there is no trajectory, or an override is not a field of SFTConfig.
+            JobError: the step was not made.
+        """
+        request = SFTRequest(
+            examples=[_example(item) for item in trajectories],
+            config=_override(config or SFTConfig(), overrides),
+        )
+        if not request.examples:
+            raise ConfigError("There is no trajectory to fine-tune on.")
+        return await self._run_job(
+            "POST", f"{path_of(model.full_name)}/sft", request, f"fine-tune {model.name}"
+        )
+
+    async def model_info(self, model: TrainableModel[Any]) -> ModelInfo:
+        return parse(ModelInfo, await self._server.call("GET", path_of(model.full_name)))
+
+    async def log(
+        self,
+        model: Model[Any],
+        trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] | None = None,
+        *,
+        split: str = "val",
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> dict[str, float]:
+        """What `model.log` does."""
+        groups = as_groups(trajectories or [])
+        try:
+            request = LogRequest(
+                split=split,
+                step=await model.get_step() if step is None else step,
+                metrics={**reward_metrics(groups), **mean_metrics(groups), **(metrics or {})},
+                trajectories=[
+                    _row(number, trajectory)
+                    for number, group in enumerate(groups)
+                    for trajectory in group
+                ],
+            )
+        except ValidationError as error:
+            raise ConfigError(f"This can't be logged: {complaint(error)}.") from error
+        path = f"{path_of(model.full_name)}/log"
+        await self._server.call("POST", path, request)
+        return request.metrics
+
+    def checkpoints(self, model: TrainableModel[Any]) -> ModelCheckpoints:
+        """The steps of `model` that are kept."""
+        return ModelCheckpoints(self._server, model.full_name)
+
+    async def _run_job(
+        self, method: str, path: str, content: BaseModel | bytes, description: str
+    ) -> StepResult:
+        """Have the server do it, show how far it is, and return what came of it."""
+        call_id = uuid4().hex
+        with progress(description) as bar:
+            for attempt in range(1, RESUBMISSIONS + 1):
+                sent = await self._server.call(method, path, content, call_id=call_id)
+                job = parse(JobInfo, sent)
+                try:
+                    async for event in self._server.events(job.id):
+                        _show(bar, event)
+                    ended = parse(JobInfo, await self._server.call("GET", f"jobs/{job.id}"))
+                    break
+                except NotFoundError:
+                    if attempt == RESUBMISSIONS:
+                        raise
+        if ended.error is not None:
+            raise error_of(ended.error)
+        if ended.result is None:
+            raise JobError(f"Job {ended.id} is {ended.state} and left no result. See the logs.")
+        return ended.result
+
+
+class AnyServerInfo(BaseModel):
+    """The part of ServerInfo that every version has."""
+
+    version: str = "unknown"
+    protocol: int = 0
+
+
+def _check_version(server: AnyServerInfo) -> None:
+    if server.protocol == PROTOCOL and server.version == __version__:
+        return
+    newer = _numbers(server.version) > _numbers(__version__)
+    side, version = ("this client", server.version) if newer else ("the server", __version__)
+    raise VersionMismatchError(
+        f"The server is art-cloud {server.version} (protocol {server.protocol}), this client "
+        f"{__version__} (protocol {PROTOCOL}). Upgrade {side}: pip install art-cloud=={version}"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdecimal()]
+
+
+def _override(config: C, overrides: dict[str, Any]) -> C:
+    if not overrides:
+        return config
+    unknown = overrides.keys() - type(config).model_fields.keys()
+    if unknown:
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))}: not among the fields of {type(config).__name__}: "
+            f"{', '.join(type(config).model_fields)}."
+        )
+    try:
+        return type(config).model_validate({**config.model_dump(), **overrides})
+    except ValidationError as error:
+        raise ConfigError(f"{type(config).__name__}: {complaint(error)}.") from error
+
+
+def _example(item: Trajectory | Messages) -> SFTExample:
+    if isinstance(item, Trajectory):
+        return SFTExample.model_validate({"messages": item.messages(), "tools": item.tools})
+    return SFTExample.model_validate({"messages": item})
+
+
+def _row(group: int, trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "group": group,
+        "reward": trajectory.reward,
+        "metrics": trajectory.metrics,
+        "metadata": trajectory.metadata,
+        "messages": trajectory.messages(),
+        "logs": trajectory.logs,
+    }
+
+
+def _show(bar: Bar, event: JobEvent) -> None:
+    """`progress` events carry `phase`, `done` of `total`, and perhaps `metrics`."""
+    data = event.data
+    words = [str(data.get("phase", event.type))]
+    if isinstance(metrics := data.get("metrics"), dict) and event.type == "progress":
+        words += [f"{name} {value:.4g}" for name, value in metrics.items()]
+    bar.update(data.get("done"), data.get("total"), ", ".join(words))

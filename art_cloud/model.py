@@ -1,0 +1,202 @@
+"""The models of a script: those that are prompted, and those that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Generic
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from typing_extensions import TypeVar
+
+from .config import LoRAConfig, SFTConfig, TrainConfig
+from .errors import ConfigError
+from .http import is_loopback
+from .names import ModelName
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from .backend import Backend, TrainResult
+    from .trajectory import Messages, Trajectory, TrajectoryGroup
+
+ConfigT = TypeVar("ConfigT", default=Any)
+
+REQUEST_SECONDS = 1200.0
+"""How long a completion may take: requests queue while many rollouts are under way."""
+RETRIES = 4
+
+
+class Model(BaseModel, Generic[ConfigT]):
+    """A model that is asked and not trained, at any OpenAI-compatible endpoint.
+
+    `config` is the script's own: whatever tells one agent from another.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    name: str
+    project: str
+    config: ConfigT | None = None
+    inference_model_name: str | None = None
+    inference_base_url: str | None = None
+    inference_api_key: str | None = Field(None, repr=False, exclude=True)
+    _backend: Backend | None = PrivateAttr(None)
+    _client: AsyncOpenAI | None = PrivateAttr(None)
+
+    @property
+    def trainable(self) -> bool:
+        return False
+
+    @property
+    def full_name(self) -> ModelName:
+        """`project/name`.
+
+        Raises:
+            ConfigError: one of the two is not a valid name.
+        """
+        return ModelName(self.project, self.name)
+
+    def backend(self) -> Backend:
+        """The backend that this model is registered with.
+
+        Raises:
+            ConfigError: none.
+        """
+        if self._backend is None:
+            raise ConfigError(
+                f"Model {self.name!r} is not registered. `await model.register(backend)` first."
+            )
+        return self._backend
+
+    async def register(self, backend: Backend) -> None:
+        """Let `backend` keep what is logged of this model."""
+        await backend.register(self)
+
+    def attach(
+        self, backend: Backend, base_url: str | None = None, api_key: str | None = None
+    ) -> None:
+        """Remember the backend, and the endpoint where it serves this model, if it does."""
+        self._backend = backend
+        if base_url is not None:
+            self.inference_model_name = self.get_inference_name()
+            self.inference_base_url, self.inference_api_key = base_url, api_key
+            self._client = None
+
+    async def close(self) -> None:
+        """Close the OpenAI client; the next call of `openai_client` makes a new one."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    def openai_client(self) -> AsyncOpenAI:
+        """A client of the endpoint where this model answers; the same one on each call.
+
+        Raises:
+            ConfigError: the endpoint is not known (yet).
+        """
+        if self._client is None:
+            self._client = self._make_client()
+        return self._client
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """The `model` of a request: the newest weights or, for a trained model, those of `step`."""
+        return self.inference_model_name or self.name
+
+    async def get_step(self) -> int:
+        """The newest step; 0 of a model that is not trained."""
+        return 0
+
+    async def log(
+        self,
+        trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] | None = None,
+        split: str = "val",
+        *,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+    ) -> dict[str, float]:
+        """Keep trajectories and their mean metrics beside the step that they were sampled from.
+
+        Args:
+            trajectories: groups, or trajectories that stand alone.
+            split: what they are of; a metric is then found as `split/name`, say `val/reward`.
+            metrics: more metrics, or those to keep without any trajectory.
+            step: None: the newest.
+
+        Returns:
+            The metrics that were kept, under their names without the split.
+        """
+        return await self.backend().log(self, trajectories, split=split, metrics=metrics, step=step)
+
+    def _make_client(self) -> AsyncOpenAI:
+        import openai
+
+        if self.inference_base_url is None or self.inference_api_key is None:
+            raise ConfigError(
+                f"It is not known where model {self.name!r} answers. "
+                + (
+                    "Call `await model.register(backend)` first."
+                    if self.trainable
+                    else "Give inference_base_url and inference_api_key."
+                )
+            )
+        limits = type(openai.DEFAULT_CONNECTION_LIMITS)  # of the httpx that openai is built on
+        return openai.AsyncOpenAI(
+            base_url=self.inference_base_url,
+            api_key=self.inference_api_key,
+            max_retries=RETRIES,
+            timeout=REQUEST_SECONDS,
+            http_client=openai.DefaultAsyncHttpxClient(
+                limits=limits(max_connections=None, max_keepalive_connections=256),
+                timeout=REQUEST_SECONDS,
+                trust_env=not is_loopback(self.inference_base_url),
+            ),
+        )
+
+
+class TrainableModel(Model[ConfigT], Generic[ConfigT]):
+    """A LoRA on `base_model`, trained step by step; each step stays available as `name@step`."""
+
+    base_model: str
+    lora: LoRAConfig = LoRAConfig()
+
+    @property
+    def trainable(self) -> bool:
+        return True
+
+    async def register(self, backend: Backend) -> None:
+        """Make `backend` serve and train this model, from its newest step if there is one.
+
+        Raises:
+            ConflictError: a model of this name has another base model or another LoRA.
+        """
+        await backend.register(self)
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """`project/name`, the newest step at the time of each request; or `project/name@step`."""
+        return str(self.full_name if step is None else self.full_name.at(step))
+
+    async def get_step(self) -> int:
+        """The newest step: how many times this model was trained."""
+        return (await self.backend().model_info(self)).step
+
+    async def train(
+        self,
+        trajectory_groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        **overrides: Any,
+    ) -> TrainResult:
+        """`backend.train` of the backend that this model is registered with."""
+        return await self.backend().train(self, trajectory_groups, config, **overrides)
+
+    async def train_sft(
+        self,
+        trajectories: Iterable[Trajectory | Messages],
+        config: SFTConfig | None = None,
+        **overrides: Any,
+    ) -> TrainResult:
+        """`backend.train_sft` of the backend that this model is registered with."""
+        return await self.backend().train_sft(self, trajectories, config, **overrides)
+
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
+        """Delete all steps but the newest and the best by `best_checkpoint_metric`."""
+        await self.backend().checkpoints(self).delete(keep_best=best_checkpoint_metric)

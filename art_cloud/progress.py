@@ -1,0 +1,137 @@
+"""Progress that a person can see: bars on a terminal or in a notebook, else lines at milestones.
+
+`ART_PROGRESS=0` turns both off. All goes to standard error, so that output can be piped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+MILESTONES = 10
+"""Lines that a whole bar makes where there is no terminal."""
+
+console = Console(stderr=True)
+
+
+class Bar:
+    """One thing that goes on: `done` of `total`, and a few words about it."""
+
+    def __init__(self, description: str, total: float | None) -> None:
+        self.description = description
+        self.total = total
+        self.done = 0.0
+
+    def update(
+        self, done: float | None = None, total: float | None = None, note: str | None = None
+    ) -> None:
+        """Say how far it is; what is None stays as it was."""
+        self.done = self.done if done is None else done
+        self.total = self.total if total is None else total
+        self._show(note)
+
+    def _show(self, note: str | None) -> None:
+        """Nothing, unless a subclass shows it."""
+
+
+@dataclass
+class _Terminal:
+    """The display that all bars share: rich draws one at a time."""
+
+    bars: int = 0
+    progress: Progress = field(
+        default_factory=lambda: Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+    )
+
+    def add(self, bar: Bar) -> TaskID:
+        if self.bars == 0:
+            self.progress.start()
+        self.bars += 1
+        return self.progress.add_task(bar.description, total=bar.total, note="")
+
+    def remove(self) -> None:
+        self.bars -= 1
+        if self.bars == 0:
+            self.progress.stop()
+            for task in self.progress.task_ids:
+                self.progress.remove_task(task)
+
+
+_terminal = _Terminal()
+
+
+class _TerminalBar(Bar):
+    def __init__(self, description: str, total: float | None) -> None:
+        super().__init__(description, total)
+        self.note = ""
+        self.task = _terminal.add(self)
+
+    def _show(self, note: str | None) -> None:
+        self.note = self.note if note is None else note
+        _terminal.progress.update(self.task, completed=self.done, total=self.total, note=self.note)
+
+
+class _LineBar(Bar):
+    def __init__(self, description: str, total: float | None) -> None:
+        super().__init__(description, total)
+        self.start = time.monotonic()
+        self.reached = 0
+
+    def _show(self, note: str | None) -> None:
+        if not self.total:
+            return
+        milestone = int(MILESTONES * self.done / self.total)
+        if milestone > self.reached:
+            self.reached = milestone
+            elapsed = time.monotonic() - self.start
+            words = [f"{self.description}: {self.done:g}/{self.total:g} in {elapsed:.0f} s", note]
+            console.print(", ".join(filter(None, words)), highlight=False, markup=False)
+
+
+def enabled() -> bool:
+    return os.environ.get("ART_PROGRESS", "1") != "0"
+
+
+@contextmanager
+def progress(description: str | None, total: float | None = None) -> Iterator[Bar]:
+    """Show a bar while the block runs; with `description` None, or turned off, show nothing."""
+    if description is None or not enabled():
+        yield Bar("", total)
+    elif console.is_terminal or console.is_jupyter:
+        bar = _TerminalBar(description, total)
+        try:
+            yield bar
+        finally:
+            _terminal.remove()
+    else:
+        yield _LineBar(description, total)
+
+
+def say(message: str) -> None:
+    """Print one line, above the bars if there are any. It is shown even where bars are off."""
+    console.print(message, highlight=False, markup=False)
