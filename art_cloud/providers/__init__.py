@@ -60,7 +60,7 @@ class Instance(Frozen):
 
 
 class Provider(Protocol):
-    """All calls are safe to repeat; they raise `ProviderError`, or `ConfigError` before they act."""
+    """All calls may be repeated; they raise `ProviderError`, or `ConfigError` before they act."""
 
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
         """Machines for `spec`, cheapest first. Has no side effect."""
