@@ -14,14 +14,14 @@ class TextStream:
     """The text of one choice.
 
     A token may be a part of a character, and a tokenizer may write a token differently at the start
-    of a text. So a piece is what a token adds to the text of the piece before it, once that ends in
+    of a text. So a piece is what tokens add to the text of the piece before them, once that ends in
     a whole character (the scheme of text-generation-inference and vLLM).
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self.stopped = False
         self._decode = decode
-        self._stops = tuple(stops)
+        self._stops = stops
         self._before: list[int] = []
         self._before_text = ""
         self._ids: list[int] = []
@@ -30,26 +30,21 @@ class TextStream:
     def push(self, *token_ids: int) -> str:
         """What can be shown after these tokens; `stopped` is set when a stop string was found."""
         self._ids += token_ids
-        if self._decoded().endswith(INCOMPLETE):
+        text = self._decode(self._before + self._ids)
+        if text.endswith(INCOMPLETE) or len(text) == len(self._before_text):
             return ""
-        return self._show(self._advance())
+        piece = text[len(self._before_text) :]
+        self._before, self._ids = self._ids, []
+        self._before_text = self._decode(self._before)
+        return self._show(piece)
 
     def finish(self) -> str:
         """What was held back, when no token follows."""
         if self.stopped:
             return ""
-        shown = self._show(self._advance())
+        rest = self._decode(self._before + self._ids)[len(self._before_text) :]
+        shown = self._show(rest)
         return shown if self.stopped else shown + self._held
-
-    def _decoded(self) -> str:
-        return self._decode(self._before + self._ids)[len(self._before_text) :]
-
-    def _advance(self) -> str:
-        piece = self._decoded()
-        if piece:
-            self._before, self._ids = self._ids, []
-            self._before_text = self._decode(self._before)
-        return piece
 
     def _show(self, piece: str) -> str:
         if not self._stops:

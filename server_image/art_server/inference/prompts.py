@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,16 +21,22 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     add_generation_prompt: bool = True,
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The messages under the tokenizer's own chat template; its special tokens stand in the text.
 
-    `variables` are further ones of the template. Raises `InvalidRequestError` if there is no
-    template, or it refuses the messages.
+    `variables` are further ones that the template knows. Raises `InvalidRequestError` if there is
+    no template, or it refuses the messages.
     """
     if not tokenizer.chat_template:
         raise InvalidRequestError(
             "This model's tokenizer has no chat template. Use /v1/completions, or a chat model."
+        )
+    variables = variables or {}
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    if taken := sorted(variables.keys() & parameters.keys()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs: {', '.join(taken)} can't be set from outside. Leave it out."
         )
     plain = [_plain(message) for message in messages]
     try:
@@ -53,7 +60,7 @@ def read_chat(tokenizer: PreTrainedTokenizerBase, request: ChatRequest) -> list[
         tokenizer,
         [message.model_dump(exclude_none=True) for message in request.messages],
         [tool.model_dump() for tool in request.tools] if request.tool_choice == "auto" else None,
-        **request.chat_template_kwargs,
+        variables=request.chat_template_kwargs,
     )
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -149,10 +150,12 @@ class Scheduler(threading.Thread):
         """Free `policy` once nothing uses it. A command: run it with `call`."""
         self._retired.add(policy)
 
-    def load(self, policy: str, folder: Any) -> None:
+    def load(self, policy: str, folder: Path) -> None:
         """A command: run it with `call`."""
-        self._model.load(policy, folder)
-        self._retired.discard(policy)
+        if policy in self._retired:  # its weights are still there, and its name means no others
+            self._retired.discard(policy)
+        else:
+            self._model.load(policy, folder)
 
     def stop(self) -> None:
         self._stopping = True

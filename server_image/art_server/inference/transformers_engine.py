@@ -20,7 +20,7 @@ from art_cloud.errors import (
 
 from .adapters import AdapterModel
 from .engine import EngineStats, Route
-from .prompts import read_prompts, read_chat, room
+from .prompts import read_chat, read_prompts, room
 from .requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .responses import Responder
 from .sampling import SamplingParams
