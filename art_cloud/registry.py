@@ -21,6 +21,7 @@ from typing import Literal
 import platformdirs
 from pydantic import SecretStr
 
+from .errors import ConfigError
 from .names import check_name
 from .providers import ClusterSpec
 
@@ -63,9 +64,15 @@ class Registry:
     """Safe for several processes at once; only its owner can read it."""
 
     def __init__(self) -> None:
-        home().mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = home() / "clusters.sqlite"
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} can't be written: {error.strerror}. Set ART_CLOUD_HOME to a "
+                "folder of your own."
+            ) from error
         with self._transaction() as database:
             database.execute(SCHEMA)
 
@@ -125,6 +132,11 @@ class Registry:
             database.execute("BEGIN IMMEDIATE")
             with database:
                 yield database
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"The list of clusters in {self.path} can't be used: {error}. It tells what "
+                "runs, so look at it before you remove it."
+            ) from error
         finally:
             database.close()
 

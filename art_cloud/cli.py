@@ -1,0 +1,338 @@
+"""`art-cloud`: start, watch and end clusters, look after checkpoints, run the demo.
+
+Exit codes: 0 done, 1 an `ArtCloudError` (its message on standard error), 2 wrong usage,
+130 interrupted. What a script reads (`--json`) is alone on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from ._version import __version__
+from .errors import ArtCloudError, ConfigError
+
+if TYPE_CHECKING:
+    from .checkpoints import Manifest
+    from .cluster import ClusterStatus
+    from .model_checkpoints import ModelCheckpoints
+    from .protocol import CheckpointInfo
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help=__doc__.splitlines()[0].partition(": ")[2].capitalize(),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's help would take longer to import than all else together
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+checkpoints = typer.Typer(
+    help="List, remove and fork the steps of a model.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoints, name="checkpoints")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="PROJECT/MODEL")]
+StoreOption = Annotated[str | None, typer.Option(help="Default: the store of local clusters.")]
+ClusterOption = Annotated[
+    str | None, typer.Option("--name", help="Ask this cluster's server instead of a store.")
+]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def up(
+    provider: Annotated[str, typer.Argument(help="Where it runs.")] = "local",
+    name: Annotated[str | None, typer.Option(help="Default: art-USER-PROVIDER.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model to load at the start.")] = None,
+    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
+    engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    idle: Annotated[str, typer.Option(help="End after so long without use: 90s, 15m, 2h.")] = "15m",
+    show_token: Annotated[bool, typer.Option(help="Print the server's token.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start a cluster and leave it running."""
+    from . import cluster
+
+    async def start() -> dict[str, str]:
+        started = cluster.up(
+            provider, name=name, store=store, base_model=model, engine=engine, idle=idle
+        )
+        await (await started).close()
+        return await cluster.address(started.name)
+
+    found = _run(start())
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(
+        f"\n{found['name']} is ready at {found['url']}\n"
+        f"It keeps its steps in {found['store']}\n"
+        + (f"Its token is {found['token']}\n" if show_token else "")
+        + "\nUse it from Python:\n\n"
+        "    import art_cloud as art\n\n"
+        f'    async with art.connect(name="{found["name"]}") as backend:\n'
+        "        await model.register(backend)\n\n"
+        f"End it: art-cloud down {found['name']}    (it ends by itself after {idle} without use)"
+    )
+
+
+@app.command()
+def status(name: Annotated[str | None, typer.Argument()] = None, as_json: AsJson = False) -> None:
+    """Show what runs, and what should."""
+    from . import cluster, tables
+
+    found = _run(cluster.status(name))
+    if as_json:
+        rows = [_status_json(one) for one in found]
+        typer.echo(json.dumps(rows[0] if name else rows))
+    elif found:
+        tables.print_status(found)
+    else:
+        typer.echo("No clusters. Start one: art-cloud up local")
+
+
+@app.command()
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it ends.")] = False,
+) -> None:
+    """Print the log of a cluster's server, even of one that ended."""
+    from . import cluster
+
+    async def show() -> None:
+        async for line in cluster.logs(name, follow=follow):
+            typer.echo(line)
+
+    _run(show())
+
+
+@app.command()
+def down(
+    name: Annotated[str | None, typer.Argument()] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every cluster.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """End a cluster; what is in its store stays."""
+    import asyncio
+
+    from . import cluster
+
+    if (name is None) != everything:
+        raise typer.BadParameter("Give the NAME of a cluster, or --all.")
+    names = [name] if name else [one.name for one in _run(cluster.status())]
+    if everything and names and not yes:
+        typer.confirm(f"End {', '.join(names)}?", abort=True, err=True)
+
+    async def end() -> list[ArtCloudError]:
+        ended = await asyncio.gather(*map(cluster.down, names), return_exceptions=True)
+        return [failure for failure in map(_expected, ended) if failure]
+
+    failures = _run(end())
+    for failure in failures:
+        _complain(failure)
+    if failures:
+        raise typer.Exit(1)
+    if as_json:
+        typer.echo(json.dumps({"ended": names}))
+    else:
+        typer.echo(f"Ended {', '.join(names)}." if names else "Nothing to end.")
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Of GRPO.")] = None,
+    control: Annotated[
+        bool, typer.Option(help="Train a second model on permuted rewards: it must not learn.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where the PNG goes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an agent to play tic-tac-toe on this machine."""
+
+
+@checkpoints.command("ls")
+def list_checkpoints(
+    model: ModelArgument,
+    store: StoreOption = None,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the steps of a model with their metrics."""
+    from . import tables
+
+    async def ask() -> Sequence[CheckpointInfo]:
+        async with _steps(model, store, cluster) as steps:
+            return await steps.list()
+
+    found = _run(ask())
+    if as_json:
+        typer.echo(json.dumps([info.model_dump(mode="json") for info in found]))
+    elif found:
+        tables.print_checkpoints(found)
+    else:
+        typer.echo(f"{model} has no steps there.")
+
+
+@checkpoints.command("rm")
+def remove_checkpoints(
+    model: ModelArgument,
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...")],
+    store: StoreOption = None,
+    cluster: ClusterOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+) -> None:
+    """Remove steps of a model for good. The newest stays."""
+    numbers = ", ".join(map(str, steps))
+    if not yes:
+        typer.confirm(f"Remove step {numbers} of {model}?", abort=True, err=True)
+
+    async def remove() -> None:
+        async with _steps(model, store, cluster) as kept:
+            for step in steps:
+                await kept.delete(step)
+
+    _run(remove())
+    typer.echo(f"Removed step {numbers} of {model}.")
+
+
+@checkpoints.command("fork")
+def fork_checkpoint(
+    model: ModelArgument,
+    to: Annotated[str, typer.Argument(metavar="NEW_PROJECT/NEW_MODEL")],
+    step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
+    store: StoreOption = None,
+    cluster: ClusterOption = None,
+) -> None:
+    """Begin a new model at a step of another. Nothing is copied."""
+
+    async def begin() -> int:
+        async with _steps(model, store, cluster) as steps:
+            return (await steps.fork(to, step)).step
+
+    typer.echo(f"{to} begins at step {_run(begin())} of {model}.")
+
+
+class _StoredSteps:
+    """The steps of a model, read from a store without a server: like `ModelCheckpoints`."""
+
+    def __init__(self, model: str, url: str) -> None:
+        from .checkpoints import Checkpoints
+        from .names import ModelName
+        from .store import open_store
+
+        self._steps = Checkpoints(open_store(url), ModelName.parse(model))
+
+    async def list(self) -> list[CheckpointInfo]:
+        return self._steps.infos()
+
+    async def delete(self, step: int) -> None:
+        self._steps.delete(step)
+
+    async def fork(self, to: str, step: int | None) -> Manifest:
+        from .names import ModelName
+
+        return self._steps.fork(ModelName.parse(to), step)
+
+
+@asynccontextmanager
+async def _steps(
+    model: str, store: str | None, cluster: str | None
+) -> AsyncIterator[_StoredSteps | ModelCheckpoints]:
+    from .cluster import address, store_url
+    from .http import ServerClient
+    from .model_checkpoints import ModelCheckpoints
+    from .names import ModelName
+
+    if cluster is None:
+        yield _StoredSteps(model, store_url("local", store))
+    elif store is not None:
+        raise ConfigError("Give --store or --name, not both: a cluster has its own store.")
+    else:
+        found = await address(cluster)
+        server = ServerClient(found["url"], found["token"], patience=0)
+        try:
+            yield ModelCheckpoints(server, ModelName.parse(model))
+        finally:
+            await server.close()
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's work; what goes wrong on purpose becomes a message and an exit code."""
+    import asyncio
+
+    try:
+        return asyncio.run(work)
+    except ArtCloudError as error:
+        _complain(error)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        _say_what_runs()
+        raise typer.Exit(130) from None
+
+
+def _complain(error: ArtCloudError) -> None:
+    typer.secho("Error: ", fg=typer.colors.RED, err=True, nl=False)
+    typer.echo(str(error), err=True)
+
+
+def _say_what_runs() -> None:
+    import asyncio
+
+    from . import cluster
+
+    names = [one.name for one in asyncio.run(cluster.status()) if one.state != "stopped"]
+    if names:
+        typer.echo(f"Still running: {', '.join(names)}. To end it: art-cloud down NAME", err=True)
+    else:
+        typer.echo("Nothing is left running.", err=True)
+
+
+def _expected(ended: BaseException | None) -> ArtCloudError | None:
+    """The failures that a user can do something about; any other is a bug, and raised."""
+    if ended is None or isinstance(ended, ArtCloudError):
+        return ended
+    raise ended
+
+
+def _status_json(one: ClusterStatus) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "provider": one.provider,
+        "state": one.state,
+        "recorded": one.recorded,
+        "detail": one.detail,
+        "started_at": one.started_at and one.started_at.isoformat(),
+        "server": one.server and one.server.model_dump(mode="json"),
+    }
+
+
+def main() -> None:
+    app()
