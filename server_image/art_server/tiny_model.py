@@ -100,6 +100,7 @@ def make_tiny_model(
         head_dim=32,
         max_position_embeddings=context_length,
         tie_word_embeddings=True,
+        initializer_range=0.12,  # large enough for frozen, tied embeddings to give sharp logits
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
