@@ -159,6 +159,10 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     base_model: str
     lora: LoRAConfig = LoRAConfig()
 
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)  # makes the private attributes
+        _ = self.full_name  # refuse a bad name here, not at the first call
+
     @property
     def trainable(self) -> bool:
         return True
