@@ -19,7 +19,7 @@ from .errors import ArtCloudError, ConfigError
 
 if TYPE_CHECKING:
     from .checkpoints import Manifest
-    from .cluster import ClusterStatus
+    from .fleet import ClusterStatus
     from .model_checkpoints import ModelCheckpoints
     from .protocol import CheckpointInfo
 
@@ -76,14 +76,14 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start a cluster and leave it running."""
-    from . import cluster
+    from . import cluster, fleet
 
     async def start() -> dict[str, str]:
         started = cluster.up(
             provider, name=name, store=store, base_model=model, engine=engine, idle=idle
         )
         await (await started).close()
-        return await cluster.address(started.name)
+        return await fleet.address(started.name)
 
     found = _run(start())
     if as_json:
@@ -104,9 +104,9 @@ def up(
 @app.command()
 def status(name: Annotated[str | None, typer.Argument()] = None, as_json: AsJson = False) -> None:
     """Show what runs, and what should."""
-    from . import cluster, tables
+    from . import fleet, tables
 
-    found = _run(cluster.status(name))
+    found = _run(fleet.status(name))
     if as_json:
         rows = [_status_json(one) for one in found]
         typer.echo(json.dumps(rows[0] if name else rows))
@@ -122,10 +122,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it ends.")] = False,
 ) -> None:
     """Print the log of a cluster's server, even of one that ended."""
-    from . import cluster
+    from . import fleet
 
     async def show() -> None:
-        async for line in cluster.logs(name, follow=follow):
+        async for line in fleet.logs(name, follow=follow):
             typer.echo(line)
 
     _run(show())
@@ -141,16 +141,16 @@ def down(
     """End a cluster; what is in its store stays."""
     import asyncio
 
-    from . import cluster
+    from . import fleet
 
     if (name is None) != everything:
         raise typer.BadParameter("Give the NAME of a cluster, or --all.")
-    names = [name] if name else [one.name for one in _run(cluster.status())]
+    names = [name] if name else [one.name for one in _run(fleet.status())]
     if everything and names and not yes:
         typer.confirm(f"End {', '.join(names)}?", abort=True, err=True)
 
     async def end() -> list[ArtCloudError]:
-        ended = await asyncio.gather(*map(cluster.down, names), return_exceptions=True)
+        ended = await asyncio.gather(*map(fleet.down, names), return_exceptions=True)
         return [failure for failure in map(_expected, ended) if failure]
 
     failures = _run(end())
@@ -266,7 +266,8 @@ class _StoredSteps:
 async def _steps(
     model: str, store: str | None, cluster: str | None
 ) -> AsyncIterator[_StoredSteps | ModelCheckpoints]:
-    from .cluster import address, store_url
+    from .cluster import store_url
+    from .fleet import address
     from .http import ServerClient
     from .model_checkpoints import ModelCheckpoints
     from .names import ModelName
@@ -306,9 +307,9 @@ def _complain(error: ArtCloudError) -> None:
 def _say_what_runs() -> None:
     import asyncio
 
-    from . import cluster
+    from . import fleet
 
-    names = [one.name for one in asyncio.run(cluster.status()) if one.state != "stopped"]
+    names = [one.name for one in asyncio.run(fleet.status()) if one.state != "stopped"]
     if names:
         typer.echo(f"Still running: {', '.join(names)}. To end it: art-cloud down NAME", err=True)
     else:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -24,13 +22,11 @@ from .backend import Backend
 from .errors import ArtCloudError, ConfigError, LaunchError, NotFoundError
 from .http import ServerClient
 from .progress import console, enabled, say
-from .protocol import ServerInfo
-from .providers import ClusterSpec, Instance, Provider, get_provider, provider_names
-from .registry import ClusterRecord, Registry, default_name, home
+from .providers import ClusterSpec, Provider, get_provider
+from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 
 LAUNCH_SECONDS = 1800.0
 """A cluster whose server does not listen after this long is given up, and ended."""
-STATUS_SECONDS = 5.0
 PING_SECONDS = 30.0
 """Far below the shortest idle limit that makes sense."""
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -60,8 +56,9 @@ def up(
         keep: Leave the cluster running when the `async with` block ends.
 
     Returns:
-        An object for `async with` (ends the cluster with the block, unless `keep` is set or it
-        ran before) or for `await` (leaves it running). Both give a `Backend`.
+        An object for `async with` (ends the cluster with the block, unless `keep` is set, it ran
+        before or another program uses it) or for `await` (leaves it running). Both give a
+        `Backend`.
 
     Raises:
         ConfigError: Before anything is started: an unknown provider, a duration without a unit, a
@@ -103,10 +100,15 @@ class Up:
             if self._backend is not None:
                 await self._backend.close()
         finally:
-            if self._own is not None and self._keep:
-                say(f"{self.name} stays. To end it: art-cloud down {self.name}")
-            elif self._own is not None:
-                await _end_ours(self._own)
+            if self._own is not None:
+                await self._leave(self._own)
+
+    async def _leave(self, own: ClusterRecord) -> None:
+        if not self._keep and not in_use(self.name):
+            await _end_ours(own)
+        else:
+            why = "" if self._keep else ", another program uses it"
+            say(f"{self.name} stays{why}. To end it: art-cloud down {self.name}")
 
     async def _open(self) -> Backend:
         provider = get_provider(self._spec.provider)
@@ -117,7 +119,7 @@ class Up:
         self._own = record if fresh else None
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                self._backend = await _start(provider, record)
+                self._backend = await _start(provider, record, fresh=fresh)
         except BaseException as error:
             if self._own is not None:
                 await _end_ours(self._own)
@@ -186,7 +188,7 @@ class Connect:
 async def _connect_by_name(name: str) -> Backend:
     record = Registry().get(name)
     if record is None:
-        raise _unknown(name)
+        raise unknown(name)
     provider = get_provider(record.spec.provider)
     if all(instance.name != name for instance in await provider.list()):
         raise NotFoundError(
@@ -194,151 +196,21 @@ async def _connect_by_name(name: str) -> Backend:
             "why). Start it again with art.up(), or forget it: art-cloud down " + name
         )
     endpoint = await provider.endpoint(name)
-    return await _handshake(endpoint.url, record.spec.token.get_secret_value())
+    return await _handshake(endpoint.url, record.spec.token.get_secret_value(), name)
 
 
-async def down(name: str) -> None:
-    """End the cluster `name` and forget it; `NotFoundError` if there is nothing of that name."""
-    registry = Registry()
-    record = registry.get(name)
-    if record is not None:
-        providers = [record.spec.provider]
-    else:
-        instances, _ = await _list_instances(provider_names())
-        providers = [instance.provider for instance in instances if instance.name == name]
-        if not providers:
-            raise _unknown(name)
-    registry.set_state(name, "ending")
-    for provider in providers:
-        await get_provider(provider).terminate(name)
-    if record is not None:
-        registry.remove(record)
-
-
-async def address(name: str) -> dict[str, str]:
-    """The `name`, `url`, `token` and `store` of a recorded cluster that runs."""
-    record = Registry().get(name)
-    if record is None:
-        raise _unknown(name)
-    return {
-        "name": name,
-        "url": (await get_provider(record.spec.provider).endpoint(name)).url,
-        "token": record.spec.token.get_secret_value(),
-        "store": record.spec.store,
-    }
-
-
-async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
-    """The log of a cluster's server, line by line; also of one that has ended."""
-    record = Registry().get(name)
-    providers = [record.spec.provider] if record else provider_names()
-    for provider in providers:
-        try:
-            async for line in get_provider(provider).logs(name, follow=follow):
-                yield line
-            return
-        except NotFoundError:
-            continue
-    raise _unknown(name)
-
-
-ClusterState = Literal["starting", "running", "ending", "stopped", "unreachable", "unknown"]
-
-
-@dataclass(frozen=True)
-class ClusterStatus:
-    """What is recorded of a cluster, what runs of it, and what its server says."""
-
-    name: str
-    provider: str
-    state: ClusterState
-    recorded: bool
-    detail: str = ""
-    started_at: datetime | None = None
-    server: ServerInfo | None = None
-
-
-async def status(name: str | None = None) -> list[ClusterStatus]:
-    """Every cluster that is recorded or exists, or only `name`. Changes nothing.
-
-    Raises:
-        NotFoundError: There is nothing of that name.
-    """
-    records = {record.name: record for record in Registry().list()}
-    instances, failures = await _list_instances(provider_names())
-    running = {instance.name: instance for instance in instances}
-    names = sorted(records.keys() | running.keys())
-    if name is not None:
-        if name not in names:
-            raise _unknown(name)
-        names = [name]
-    found = (_status(one, records.get(one), running.get(one), failures) for one in names)
-    return list(await asyncio.gather(*found))
-
-
-async def _status(
-    name: str,
-    record: ClusterRecord | None,
-    instance: Instance | None,
-    failures: dict[str, ArtCloudError],
-) -> ClusterStatus:
-    if instance is None:
-        assert record is not None
-        provider = record.spec.provider
-        if provider in failures:
-            detail = f"{provider} can't say: {failures[provider]}"
-            return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
-        detail = f"its server ended; why: art-cloud logs {name}"
-        return ClusterStatus(name, provider, "stopped", recorded=True, detail=detail)
-    found = ClusterStatus(
-        name,
-        instance.provider,
-        instance.state,
-        recorded=record is not None,
-        detail=instance.detail,
-        started_at=instance.started_at,
-    )
-    if record is None:
-        return replace(found, detail=f"{instance.detail}, started by other means: no token known")
-    if instance.state != "running":
-        return found
-    try:
-        async with asyncio.timeout(STATUS_SECONDS):
-            endpoint = await get_provider(instance.provider).endpoint(name)
-            token = record.spec.token.get_secret_value()
-            async with Backend(endpoint.url, token, patience=0) as backend:
-                return replace(found, server=await backend.info())
-    except (ArtCloudError, TimeoutError) as error:
-        why = str(error) or f"no answer within {STATUS_SECONDS:g} s"
-        return replace(found, state="unreachable", detail=f"{instance.detail}: {why}")
-
-
-async def _list_instances(
-    names: list[str],
-) -> tuple[list[Instance], dict[str, ArtCloudError]]:
-    """What exists at these providers, and the errors of those that could not tell."""
-    instances: list[Instance] = []
-    failures: dict[str, ArtCloudError] = {}
-    for name in names:
-        try:
-            instances += await get_provider(name).list()
-        except ArtCloudError as error:
-            failures[name] = error
-    return instances, failures
-
-
-async def _start(provider: Provider, record: ClusterRecord) -> Backend:
+async def _start(provider: Provider, record: ClusterRecord, *, fresh: bool) -> Backend:
     spec = record.spec
-    with _phase(record.name, f"provisioning on {spec.provider}"):
+    with _phase(record.name, f"provisioning on {spec.provider}" if fresh else "found"):
         await provider.launch(spec, record.name)
     with _phase(record.name, "boot"):
         endpoint = await provider.endpoint(record.name)
     with _phase(record.name, "ready"):
-        return await _handshake(endpoint.url, spec.token.get_secret_value())
+        return await _handshake(endpoint.url, spec.token.get_secret_value(), record.name)
 
 
-async def _handshake(url: str, token: str) -> Backend:
-    backend = AttachedBackend(url, token)
+async def _handshake(url: str, token: str, name: str | None = None) -> Backend:
+    backend = AttachedBackend(url, token, name)
     try:
         return await backend.__aenter__()
     except BaseException:
@@ -347,9 +219,15 @@ async def _handshake(url: str, token: str) -> Backend:
 
 
 class AttachedBackend(Backend):
-    """A `Backend` whose server sees, from opening to closing, that it has a client."""
+    """A `Backend` whose server sees, from opening to closing, that it has a client.
 
-    _pinging: asyncio.Task[None] | None = None
+    So do other programs of this user, if it is of the recorded cluster `name`.
+    """
+
+    def __init__(self, url: str, token: str, name: str | None = None) -> None:
+        super().__init__(url, token)
+        self._pinging: asyncio.Task[None] | None = None
+        self._use = Use(name) if name else None
 
     async def __aenter__(self) -> Backend:
         await super().__aenter__()
@@ -359,6 +237,8 @@ class AttachedBackend(Backend):
     async def close(self) -> None:
         if self._pinging is not None:
             self._pinging.cancel()
+        if self._use is not None:
+            self._use.end()
         await super().close()
 
     async def _ping(self) -> None:
@@ -407,11 +287,6 @@ def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
                 f"Cluster {record.name} is there already, with {field} {has}, not {wants}. End it "
                 f"(art-cloud down {record.name}) or give the new one another name."
             )
-
-
-def _unknown(name: str) -> NotFoundError:
-    known = ", ".join(record.name for record in Registry().list()) or "none"
-    return NotFoundError(f"There is no cluster {name!r}. Known are: {known}.")
 
 
 def store_url(provider: str, store: str | None) -> str:

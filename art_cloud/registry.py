@@ -6,6 +6,7 @@ any line leaves a name that `art-cloud status` shows and `art-cloud down` ends.
 
 from __future__ import annotations
 
+import fcntl
 import getpass
 import os
 import re
@@ -16,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import platformdirs
 from pydantic import SecretStr
 
-from .errors import ConfigError
+from .errors import ConfigError, NotFoundError
 from .names import check_name
 from .providers import ClusterSpec
 
@@ -50,6 +51,36 @@ def default_name(provider: str) -> str:
     """`art-<user>-<provider>`: the same on every call, so that a second start finds the first."""
     user = re.sub(r"[^A-Za-z0-9]+", "-", getpass.getuser()).strip("-") or "user"
     return check_name(f"art-{user[:40]}-{provider}"[:64], "cluster")
+
+
+class Use:
+    """This process's mark on a cluster: as long as it stands, others see that it is in use.
+
+    It is a shared lock on a file, so it goes with the process, however that ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = _open_uses(name)
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        self._file.close()
+
+
+def in_use(name: str) -> bool:
+    """Whether somebody else on this machine has a `Use` of the cluster."""
+    with _open_uses(name) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _open_uses(name: str) -> TextIO:
+    path = home() / "clusters" / check_name(name, "cluster") / "uses"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path.open("a")
 
 
 @dataclass(frozen=True)
@@ -149,3 +180,9 @@ def _record(row: sqlite3.Row) -> ClusterRecord:
         state=row["state"],
         created_at=datetime.fromisoformat(row["created_at"]),
     )
+
+
+def unknown(name: str) -> NotFoundError:
+    """The error for a cluster that nobody knows; it says which are known."""
+    known = ", ".join(record.name for record in Registry().list()) or "none"
+    return NotFoundError(f"There is no cluster {name!r}. Known are: {known}.")

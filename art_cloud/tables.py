@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cluster import ClusterStatus
+from .fleet import ClusterStatus
 from .protocol import CheckpointInfo, ServerInfo
 
 

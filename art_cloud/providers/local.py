@@ -1,7 +1,8 @@
 """This machine: the server as a process of its own, which outlives the one that started it.
 
-A cluster's folder is `<home>/clusters/<name>`: the server's state, `server.log`, `endpoint.json`
-(written by the server when it listens) and `lock`, which the server holds for as long as it lives.
+A cluster's folder is `<home>/clusters/<name>`: the server's state, `server.log` (and that of the
+start before, `server.1.log`), `endpoint.json` (written by the server when it listens) and `lock`,
+which the server holds for as long as it lives.
 The folder's path stands in the server's arguments, so `list` finds it by looking at processes only.
 """
 
@@ -36,7 +37,6 @@ ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
 KILL_SECONDS = 10.0
 LOG_LINES = 15
-LOG_MARK = "=== art-cloud starts"
 
 _started: dict[str, subprocess.Popen[bytes]] = {}
 """Servers started by this process: kept so that they are reaped, and their exit code is known."""
@@ -80,9 +80,10 @@ class LocalProvider:
         command += ["--engine", spec.engine, "--idle", f"{spec.idle_seconds:g}"]
         if spec.base_model is not None:
             command += ["--model", spec.base_model]
+        with suppress(FileNotFoundError):
+            (folder / "server.log").replace(folder / "server.1.log")
         log = os.open(folder / "server.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         try:
-            os.write(log, f"{LOG_MARK} {name} at {datetime.now(UTC):%F %T} UTC\n".encode())
             process = subprocess.Popen(
                 command,
                 env=os.environ | {"ART_CLOUD_TOKEN": spec.token.get_secret_value()},
@@ -254,12 +255,9 @@ def _ended(name: str) -> LaunchError:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Of the newest start only, at most `LOG_LINES`."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     except FileNotFoundError:
         return []
-    starts = [number for number, line in enumerate(lines) if line.startswith(LOG_MARK)]
-    return lines[starts[-1] + 1 if starts else 0 :][-LOG_LINES:]

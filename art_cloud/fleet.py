@@ -1,0 +1,148 @@
+"""All clusters of this user, recorded or not: what they do, what they log, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+
+from .backend import Backend
+from .errors import ArtCloudError, NotFoundError
+from .protocol import ServerInfo
+from .providers import Instance, get_provider, provider_names
+from .registry import ClusterRecord, Registry, unknown
+
+STATUS_SECONDS = 5.0
+"""How long `status` waits for a server's answer."""
+
+
+async def down(name: str) -> None:
+    """End the cluster `name` and forget it; `NotFoundError` if there is nothing of that name."""
+    registry = Registry()
+    record = registry.get(name)
+    if record is not None:
+        providers = [record.spec.provider]
+    else:
+        instances, _ = await _list_instances(provider_names())
+        providers = [instance.provider for instance in instances if instance.name == name]
+        if not providers:
+            raise unknown(name)
+    registry.set_state(name, "ending")
+    for provider in providers:
+        await get_provider(provider).terminate(name)
+    if record is not None:
+        registry.remove(record)
+
+
+async def address(name: str) -> dict[str, str]:
+    """The `name`, `url`, `token` and `store` of a recorded cluster that runs."""
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    return {
+        "name": name,
+        "url": (await get_provider(record.spec.provider).endpoint(name)).url,
+        "token": record.spec.token.get_secret_value(),
+        "store": record.spec.store,
+    }
+
+
+async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
+    """The log of a cluster's server, line by line; also of one that has ended."""
+    record = Registry().get(name)
+    providers = [record.spec.provider] if record else provider_names()
+    for provider in providers:
+        try:
+            async for line in get_provider(provider).logs(name, follow=follow):
+                yield line
+            return
+        except NotFoundError:
+            continue
+    raise unknown(name)
+
+
+ClusterState = Literal["starting", "running", "ending", "stopped", "unreachable", "unknown"]
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What is recorded of a cluster, what runs of it, and what its server says."""
+
+    name: str
+    provider: str
+    state: ClusterState
+    recorded: bool
+    detail: str = ""
+    started_at: datetime | None = None
+    server: ServerInfo | None = None
+
+
+async def status(name: str | None = None) -> list[ClusterStatus]:
+    """Every cluster that is recorded or exists, or only `name`. Changes nothing.
+
+    Raises:
+        NotFoundError: There is nothing of that name.
+    """
+    records = {record.name: record for record in Registry().list()}
+    instances, failures = await _list_instances(provider_names())
+    running = {instance.name: instance for instance in instances}
+    names = sorted(records.keys() | running.keys())
+    if name is not None:
+        if name not in names:
+            raise unknown(name)
+        names = [name]
+    found = (_status(one, records.get(one), running.get(one), failures) for one in names)
+    return list(await asyncio.gather(*found))
+
+
+async def _status(
+    name: str,
+    record: ClusterRecord | None,
+    instance: Instance | None,
+    failures: dict[str, ArtCloudError],
+) -> ClusterStatus:
+    if instance is None:
+        assert record is not None
+        provider = record.spec.provider
+        if provider in failures:
+            detail = f"{provider} can't say: {failures[provider]}"
+            return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
+        detail = f"its server ended; why: art-cloud logs {name}"
+        return ClusterStatus(name, provider, "stopped", recorded=True, detail=detail)
+    found = ClusterStatus(
+        name,
+        instance.provider,
+        instance.state,
+        recorded=record is not None,
+        detail=instance.detail,
+        started_at=instance.started_at,
+    )
+    if record is None:
+        return replace(found, detail=f"{instance.detail}, started by other means: no token known")
+    if instance.state != "running":
+        return found
+    try:
+        async with asyncio.timeout(STATUS_SECONDS):
+            endpoint = await get_provider(instance.provider).endpoint(name)
+            token = record.spec.token.get_secret_value()
+            async with Backend(endpoint.url, token, patience=0) as backend:
+                return replace(found, server=await backend.info())
+    except (ArtCloudError, TimeoutError) as error:
+        why = str(error) or f"no answer within {STATUS_SECONDS:g} s"
+        return replace(found, state="unreachable", detail=f"{instance.detail}: {why}")
+
+
+async def _list_instances(
+    names: list[str],
+) -> tuple[list[Instance], dict[str, ArtCloudError]]:
+    """What exists at these providers, and the errors of those that could not tell."""
+    instances: list[Instance] = []
+    failures: dict[str, ArtCloudError] = {}
+    for name in names:
+        try:
+            instances += await get_provider(name).list()
+        except ArtCloudError as error:
+            failures[name] = error
+    return instances, failures
