@@ -1,0 +1,28 @@
+"""Fixtures that several rooms share."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+# Workers and the servers they start share the cores: threads that wait for others burn them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of a tiny Qwen3 with its tokenizer, made once for all workers of a run."""
+    from art_server.tiny_model import make_tiny_model
+
+    base = tmp_path_factory.getbasetemp()
+    root = base if worker_id == "master" else base.parent
+    folder, done = root / "tiny-model", root / "tiny-model.done"
+    with (root / "tiny-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make_tiny_model(folder)
+            done.touch()
+    return folder
