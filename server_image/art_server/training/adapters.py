@@ -36,6 +36,10 @@ class Adapters:
         self._dtype = torch.promote_types(base.dtype, torch.float32)
         self._peft: PeftModel | None = None
         self._made = 0
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        self._frozen = {
+            name.rpartition(".")[2] for name, module in self.model.named_modules() if module in ends
+        }
 
     def create(self, lora: LoRAConfig) -> str:
         """Add an adapter that changes nothing yet: A uniform as in PEFT, from `lora.seed`; B zero.
@@ -48,7 +52,6 @@ class Adapters:
             r=lora.rank,
             lora_alpha=lora.alpha,
             target_modules=targets if targets == "all-linear" else list(targets),
-            base_model_name_or_path=self.base.name,
         )
         key = self._add(config)
         generator = torch.Generator().manual_seed(lora.seed)
@@ -93,6 +96,9 @@ class Adapters:
 
     def delete(self, key: str) -> None:
         assert self._peft is not None
+        remaining = [other for other in self._peft.peft_config if other != key]
+        if remaining:
+            self._peft.set_adapter(remaining[0])
         self._peft.delete_adapter(key)
 
     @contextmanager
@@ -111,6 +117,13 @@ class Adapters:
         self._made += 1
         key = f"adapter_{self._made}"
         config.inference_mode = False
+        config.base_model_name_or_path = self.base.name
+        for target in config.target_modules:
+            if target in self._frozen:
+                raise ConfigError(
+                    f"{target} can't be a target of LoRA: embeddings and the output head stay "
+                    "frozen. Leave it out of target_modules."
+                )
         try:
             # On the meta device first: PEFT would draw first weights from the global generator.
             if self._peft is None:
