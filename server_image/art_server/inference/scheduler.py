@@ -161,14 +161,18 @@ class Scheduler(threading.Thread):
         self._stopping = True
         self._commands.put(lambda: None)
 
+    def check(self) -> None:
+        """Raise what ended the thread, if it has ended."""
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+
     def stats(self) -> EngineStats:
         """As of the end of the newest step."""
         return self._stats
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._ended_lock:
-            if self._ended is not None:
-                raise self._ended
+            self.check()
             self._commands.put(command)
 
     # the thread

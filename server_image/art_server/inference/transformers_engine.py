@@ -101,7 +101,7 @@ class TransformersEngine:
         return sorted(self._policies)
 
     def stats(self) -> EngineStats:
-        return self._running().stats()
+        return self._scheduler.stats() if self._scheduler else EngineStats()
 
     async def create(
         self, route: Route, body: dict[str, Any], policy: str | None
@@ -138,6 +138,7 @@ class TransformersEngine:
     ) -> tuple[list[Generation], Responder]:
         if policy is not None and policy not in self._policies:
             raise not_loaded(policy)
+        self._running()
         request: ChatRequest | CompletionRequest
         request = parse_chat(body) if route == "chat/completions" else parse_completion(body)
         loop = asyncio.get_running_loop()
@@ -209,6 +210,7 @@ class TransformersEngine:
     def _running(self) -> Scheduler:
         if self._scheduler is None:
             raise ServerStoppingError("The inference engine is not running. Call start() first.")
+        self._scheduler.check()
         return self._scheduler
 
     def _decode(self, ids: Sequence[int]) -> str:
