@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-MILESTONES = 10
+MILESTONES = 4
 """Lines that a whole bar makes where there is no terminal."""
 
 console = Console(stderr=True)
@@ -57,13 +57,13 @@ class _Terminal:
     progress: Progress = field(
         default_factory=lambda: Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
     )

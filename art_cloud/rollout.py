@@ -123,9 +123,9 @@ async def gather_trajectory_groups(
     Raises:
         TooManyExceptionsError: more failed; the rollouts still under way were cancelled.
     """
-    given = list(groups)
     with progress(pbar_desc) as bar:
         gathering = Gathering(bar, max_exceptions, timeout)
+        given = list(groups)
         watches = [_Watch(gathering, not isinstance(group, TrajectoryGroup)) for group in given]
         gathering.expect(sum(watch.opaque for watch in watches))
         tasks = [_start(*pair) for pair in zip(given, watches, strict=True)]
@@ -141,12 +141,7 @@ async def gather_trajectory_groups(
                 return []
             return replaced if isinstance(replaced, list) else [replaced]
 
-        try:
-            done = await _all(tasks, [one(*pair) for pair in zip(tasks, watches, strict=True)])
-        finally:
-            for group in given:
-                if isinstance(group, TrajectoryGroup):
-                    group.close()
+        done = await _all(tasks, [one(*pair) for pair in zip(tasks, watches, strict=True)])
     return [group for several in done for group in several]
 
 
@@ -181,9 +176,9 @@ async def gather_trajectories(
 
     Arguments and errors are those of `gather_trajectory_groups`.
     """
-    given = list(trajectories)
     with progress(pbar_desc) as bar:
         gathering = Gathering(bar, max_exceptions, timeout)
+        given = list(trajectories)
         gathering.expect(len(given))
         return await _run(given, gathering)
 

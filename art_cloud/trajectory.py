@@ -12,7 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from inspect import isawaitable, iscoroutine
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast, overload
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainSerializer, PrivateAttr
@@ -215,21 +215,10 @@ class TrajectoryGroup(BaseModel):
 
         return run_group(self).__await__()
 
-    @property
-    def pending(self) -> int:
-        """How many rollouts have not been started."""
-        return len(self._pending)
-
     def take_pending(self) -> list[Awaitable[Trajectory]]:
-        """Hand over the rollouts that have not been started; the caller awaits or closes them."""
+        """Hand over the rollouts that have not been started: the caller awaits them."""
         taken, self._pending = self._pending, []
         return taken
-
-    def close(self) -> None:
-        """Drop the rollouts that have not been started."""
-        for item in self.take_pending():
-            if iscoroutine(item):
-                item.close()
 
     def log(self, message: str) -> None:
         self.logs.append(message)

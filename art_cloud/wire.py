@@ -37,7 +37,7 @@ from .protocol import Sample, TrainGroup
 
 T = TypeVar("T")
 WIDTH = 4  # bytes of an id, and of a logprob
-LEVEL = 6  # of zlib: higher levels gain under 1 % here and take several times as long
+LEVEL = 6  # of zlib: 9 gains under 1 % here and takes several times as long
 
 
 class TrainBatch(Frozen):
@@ -123,15 +123,14 @@ def encode_batch(batch: TrainBatch) -> bytes:
         metrics=batch.metrics,
     )
     logprobs = b"".join(_float32(place, batch.samples[place]) for place in order)
-    return zlib.compress(
+    return _deflate(
         _pack(
             {
                 "header": header.model_dump_json().encode(),
                 "ids": _to_planes(b"".join(ids)),
                 "logprobs": _to_planes(logprobs),
             }
-        ),
-        LEVEL,
+        )
     )
 
 
@@ -281,6 +280,12 @@ def _unpack(file: bytes) -> dict[str, bytearray]:
     if tensors.keys() != {"header", "ids", "logprobs"}:
         raise InvalidRequestError(f"The body is not a batch: it holds {', '.join(sorted(tensors))}")
     return tensors
+
+
+def _deflate(file: bytes) -> bytes:
+    """Z_FILTERED: long matches only, which is both smaller and faster on byte planes."""
+    stream = zlib.compressobj(LEVEL, strategy=zlib.Z_FILTERED)
+    return stream.compress(file) + stream.flush()
 
 
 def _inflate(body: bytes, max_bytes: int) -> bytes:

@@ -18,7 +18,7 @@ and each id stands for a text of 1 to 8 letters, the more frequent the shorter. 
 float32, with many close to 0, as a sampler's are. `worst_case` is 64 completions of 4,000 tokens
 that share nothing, one for each trajectory, without a prompt.
 
-The last line is one JSON object; `ratio` is the peer's bytes over ours, `peer_gzip` the peer's bytes
+The last line is one JSON object; `ratio` is the peer's bytes over ours, `peer_gzip` its bytes
 had it been compressed too. Seconds are of the fastest of several runs, both sides in turn.
 """
 
