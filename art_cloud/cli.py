@@ -248,7 +248,8 @@ class _StoredSteps:
         from .names import ModelName
         from .store import open_store
 
-        self._steps = Checkpoints(open_store(url), ModelName.parse(model))
+        name = ModelName.parse(model)
+        self._steps = Checkpoints(open_store(url), name)
 
     async def list(self) -> list[CheckpointInfo]:
         return self._steps.infos()

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .backend import Backend
-from .errors import ArtCloudError, ConfigError, LaunchError, NotFoundError
+from .errors import ArtCloudError, ConfigError, ConflictError, LaunchError, NotFoundError
 from .http import ServerClient
 from .progress import console, enabled, say
 from .providers import ClusterSpec, Provider, get_provider
@@ -63,6 +63,7 @@ def up(
     Raises:
         ConfigError: Before anything is started: an unknown provider, a duration without a unit, a
             cluster of this name with another base model, store or engine.
+        ConflictError: A server of this name runs that is not recorded here.
         LaunchError: The server did not come up. What was started has been ended.
     """
     try:
@@ -135,11 +136,17 @@ class Up:
     async def _clear(self, registry: Registry, provider: Provider) -> None:
         """Forget a cluster of this name that ended, and finish one that was being ended."""
         record = registry.get(self.name)
-        if record is None or record.state == "starting":
-            return
         exists = any(instance.name == self.name for instance in await provider.list())
-        if record.state == "ending" or (not exists and record.spec.provider == self._spec.provider):
+        if record is None and exists and registry.get(self.name) is None:
+            raise ConflictError(
+                f"A server {self.name} runs already that is not recorded here, so its token is "
+                f"not known. End it (art-cloud down {self.name}) or choose another name."
+            )
+        if record is None or record.spec.provider != self._spec.provider:
+            return
+        if record.state == "ending":
             await provider.terminate(self.name)
+        if record.state == "ending" or (record.state == "running" and not exists):
             registry.remove(record)
 
 

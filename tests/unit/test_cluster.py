@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from art_cloud import cluster, fleet, providers
+from art_cloud.errors import ConfigError, NotFoundError
+from art_cloud.providers import ClusterSpec, get_provider, local
+from art_cloud.registry import Registry, home
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("15m", 900), ("2h", 7200), ("1.5d", 129600), (900, 900), (0.5, 0.5), ("7", 7)],
+)
+def test_durations(text: str | float, seconds: float) -> None:
+    assert cluster.parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "15 minutes", "0m", 0, -1, "-5m", float("nan"), "m"])
+def test_what_is_no_duration(text: str | float) -> None:
+    with pytest.raises(ConfigError, match=r"is not a duration.*'15m'"):
+        cluster.parse_duration(text)
+
+
+def test_a_store_folder_means_the_same_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cluster.store_url("local", "runs") == (tmp_path / "runs").as_uri()
+    assert cluster.store_url("local", "s3://bucket/art") == "s3://bucket/art"
+    assert cluster.store_url("local", None) == (home() / "store").as_uri()
+    with pytest.raises(ConfigError, match="needs store="):
+        cluster.store_url("elsewhere", None)
+
+
+async def test_an_unknown_provider_is_refused_before_anything_is_recorded() -> None:
+    with pytest.raises(ConfigError, match=r"no provider 'moon'.*local"):
+        await cluster.up("moon", store="s3://bucket")
+    assert Registry().list() == []
+
+
+def test_a_provider_whose_extra_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = EntryPoint("cloudy", "no_such_sdk:CloudyProvider", providers.ENTRY_POINTS)
+    monkeypatch.setattr(providers, "entry_points", lambda group: [point])
+    with pytest.raises(ConfigError, match=r"no_such_sdk.*pip install 'art-cloud\[cloudy\]'"):
+        get_provider("cloudy")
+
+
+async def test_local_without_the_server_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_torch(name: str) -> ModuleSpec | None:
+        return None if name == "torch" else find_spec(name)
+
+    monkeypatch.setattr(local, "find_spec", without_torch)
+    with pytest.raises(ConfigError, match=r"torch.*pip install 'art-cloud\[server\]'"):
+        await cluster.up("local")
+    assert await fleet.status() == []
+
+
+async def test_a_recorded_cluster_is_not_handed_out_as_something_else() -> None:
+    spec = ClusterSpec(provider="local", store="file:///one", base_model="a/model")
+    Registry().claim("mine", spec)
+    with pytest.raises(ConfigError, match="store file:///one, not file:///two"):
+        await cluster.up("local", name="mine", store="file:///two")
+    with pytest.raises(ConfigError, match="base_model a/model, not b/model"):
+        await cluster.up("local", name="mine", store="file:///one", base_model="b/model")
+    assert [record.name for record in Registry().list()] == ["mine"]
+
+
+async def test_connect_wants_an_address_or_a_name() -> None:
+    with pytest.raises(ConfigError, match="url and token"):
+        cluster.connect()
+    with pytest.raises(ConfigError, match="url and token"):
+        cluster.connect("http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="url and token"):
+        cluster.connect("http://127.0.0.1:1", "token", name="mine")
+    with pytest.raises(NotFoundError, match=r"no cluster 'nope'\. Known are: none"):
+        await cluster.connect(name="nope")
+
+
+async def test_a_cluster_that_never_started_is_shown_and_ended() -> None:
+    Registry().claim("mine", ClusterSpec(provider="local", store="file:///one"))
+    [found] = await fleet.status()
+    assert (found.name, found.state) == ("mine", "stopped")
+    with pytest.raises(NotFoundError, match="does not run any more"):
+        await cluster.connect(name="mine")
+    await fleet.down("mine")
+    assert await fleet.status() == []
+    with pytest.raises(NotFoundError, match="no cluster 'mine'"):
+        await fleet.down("mine")
+
+
+async def test_offers_of_local_cost_nothing() -> None:
+    [offer] = await get_provider("local").offers(ClusterSpec(provider="local", store="s"))
+    assert (offer.provider, offer.price_per_hour) == ("local", 0.0)

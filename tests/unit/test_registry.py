@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from art_cloud.errors import ConfigError
+from art_cloud.providers import ClusterSpec
+from art_cloud.registry import Registry, Use, default_name, home, in_use
+
+SPEC = ClusterSpec(provider="local", store="file:///somewhere")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+
+
+def test_an_intent_is_there_for_the_next_process_to_read() -> None:
+    record, fresh = Registry().claim("a", SPEC)
+    assert fresh
+    assert record.state == "starting"
+    assert Registry().list() == [record]
+    assert Registry().get("a") == record
+    assert Registry().get("b") is None
+
+
+def test_a_second_claim_finds_the_first_with_its_token() -> None:
+    first, _ = Registry().claim("a", SPEC)
+    second, fresh = Registry().claim("a", SPEC.model_copy(update={"store": "file:///elsewhere"}))
+    assert not fresh
+    assert second == first
+
+
+def test_removing_a_record_leaves_a_later_one_of_the_same_name() -> None:
+    registry = Registry()
+    old, _ = registry.claim("a", SPEC)
+    registry.remove(old)
+    new, fresh = registry.claim("a", SPEC)
+    assert fresh
+    registry.remove(old)
+    assert registry.list() == [new]
+
+
+def test_only_the_owner_can_read_it_and_the_token_is_nowhere_else() -> None:
+    record, _ = Registry().claim("a", SPEC)
+    token = record.spec.token.get_secret_value()
+    assert len(token) >= 32
+    assert token not in repr(record) + str(record) + record.spec.model_dump_json()
+    files = list(home().glob("clusters.sqlite*"))
+    assert files
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE(home().stat().st_mode) == 0o700
+
+
+def test_of_many_processes_that_claim_a_name_one_is_first() -> None:
+    program = (
+        "from art_cloud.registry import Registry; from art_cloud.providers import ClusterSpec\n"
+        "for i in range(20):\n"
+        "    spec = ClusterSpec(provider='local', store='s')\n"
+        "    record, fresh = Registry().claim(f'c{i}', spec)\n"
+        "    print(i, record.spec.token.get_secret_value(), fresh)"
+    )
+    claims = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    lines = [line.split() for claim in claims for line in claim.communicate()[0].splitlines()]
+    assert [claim.returncode for claim in claims] == [0] * 4
+    assert len(lines) == 80
+    for number in range(20):
+        of_name = [(token, fresh) for i, token, fresh in lines if i == str(number)]
+        assert len({token for token, _ in of_name}) == 1
+        assert [fresh for _, fresh in of_name].count("True") == 1
+
+
+def test_a_use_is_seen_by_others_until_its_process_ends() -> None:
+    assert not in_use("a")
+    program = (
+        "from art_cloud.registry import Use; use = Use('a'); print('used', flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "used\n"
+    mine = Use("a")
+    assert in_use("a")
+    mine.end()
+    assert in_use("a")
+    other.kill()
+    other.communicate()
+    assert not in_use("a")
+
+
+def test_a_home_that_cannot_be_written_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="ART_CLOUD_HOME"):
+        Registry()
+
+
+def test_a_damaged_file_is_a_clear_error() -> None:
+    path = Registry().path
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="can't be used: file is not a database"):
+        Registry()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", "a/b", "x" * 65])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="not a valid name"):
+        Registry().claim(name, SPEC)
+
+
+def test_the_default_name_is_the_same_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "Zoë O'Neil")
+    assert default_name("local") == default_name("local") == "art-Zo-O-Neil-local"
