@@ -152,6 +152,8 @@ class ServerClient:
                     if (failure := failure_of(source.response)) is not None:
                         raise failure
                     async for message in source.aiter_sse():
+                        if not message.data:  # a comment that keeps the connection alive
+                            continue
                         event = _event(message.data)
                         last = event.number
                         patience.heard()

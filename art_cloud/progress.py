@@ -74,12 +74,12 @@ class _Terminal:
         self.bars += 1
         return self.progress.add_task(bar.description, total=bar.total, note="")
 
-    def remove(self) -> None:
+    def remove(self, task: TaskID) -> None:
+        """The last bar stays on the screen as it ended; one within another makes room."""
         self.bars -= 1
         if self.bars == 0:
             self.progress.stop()
-            for task in self.progress.task_ids:
-                self.progress.remove_task(task)
+        self.progress.remove_task(task)
 
 
 _terminal = _Terminal()
@@ -127,7 +127,7 @@ def progress(description: str | None, total: float | None = None) -> Iterator[Ba
         try:
             yield bar
         finally:
-            _terminal.remove()
+            _terminal.remove(bar.task)
     else:
         yield _LineBar(description, total)
 

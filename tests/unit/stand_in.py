@@ -28,6 +28,7 @@ from art_cloud.wire import TrainBatch, decode_batch
 
 TOKEN = "a-secret-token"
 NOW = "2026-11-20T00:00:00Z"
+PING = "ping"  # in place of an event: a comment that keeps the connection alive
 DROP = "drop"  # in place of an event: the connection breaks here
 
 
@@ -163,6 +164,9 @@ class StandIn:
             for item in script:
                 if item == DROP:
                     raise ConnectionResetError("told to")
+                if item == PING:
+                    yield ServerSentEvent(comment="ping")
+                    continue
                 if isinstance(item, str):
                     yield ServerSentEvent(item)
                     continue

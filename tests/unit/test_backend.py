@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import art_cloud as art
 from art_cloud.names import ModelName
 
-from .stand_in import DROP, TOKEN, StandIn, checkpoint, error, serve
+from .stand_in import DROP, PING, TOKEN, StandIn, checkpoint, error, serve
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def test_events_are_resumed_where_they_broke_off(
 ) -> None:
     batch = await groups(model)
     server.last_event_ids.clear()
-    server.scripts = [[1, 2, DROP], [DROP], [3], [4]]
+    server.scripts = [[1, 2, PING, DROP], [DROP], [3, PING], [4]]
     assert (await backend.train(model, batch)).step == 1
     assert server.last_event_ids == ["0", "2", "2", "3"]
     assert server.calls["train"] == 1
