@@ -9,7 +9,7 @@ from typing import Any, Literal
 from art_cloud.protocol import Sample
 
 from .detokenize import INCOMPLETE, Decode
-from .scheduler import Piece, Row, Token
+from .generation import Piece, Row, Token
 from .tools import ToolCall, ToolCallParser
 
 

@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 def mix(values_B: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function (Steele et al., OOPSLA 2014, fig. 13) of uint64s, wrapping."""
+    """SplitMix64's mixing function (Steele et al., OOPSLA 2014) of uint64s, wrapping."""
     values_B = (values_B ^ (values_B >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values_B = (values_B ^ (values_B >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values_B ^ (values_B >> np.uint64(31))

@@ -1,6 +1,7 @@
 """The thread that owns the model: it keeps a batch running that rows join and leave.
 
-Continuous batching as in Orca (Yu et al., OSDI 2022, section 3.2), with a padded cache.
+Continuous batching: the iteration-level scheduling of Orca (Yu et al., OSDI 2022), with a padded
+cache.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -24,66 +23,12 @@ from art_cloud.errors import ArtCloudError, NotFoundError, ServerError, ServerSt
 from .adapters import AdapterModel
 from .detokenize import Decode, TextStream
 from .engine import EngineStats
+from .generation import Event, FinishReason, Generation, Piece, Row, Token
 from .kv_batch import KVBatch
-from .sampling import Drawn, Sampler, SamplingParams
+from .sampling import Drawn, Sampler
 
-FinishReason = Literal["stop", "length"]
 PREFILL_TOKENS = 8192
 logger = logging.getLogger(__name__)
-
-
-class Token(NamedTuple):
-    id: int
-    logprob: float
-    """Under the model's own distribution, at temperature 1."""
-    top: list[tuple[int, float]]
-
-
-class Piece(NamedTuple):
-    """News of one choice: text that can be shown, and the tokens since the piece before it."""
-
-    row: Row
-    text: str
-    tokens: list[Token]
-    finish_reason: FinishReason | None
-
-
-Event = Piece | ArtCloudError
-
-
-@dataclass(eq=False, slots=True)
-class Generation:
-    """`choices` continuations of one prompt, told to `events` on the loop that asked for them."""
-
-    prompt_ids: list[int]
-    policy: str | None
-    params: SamplingParams
-    choices: int
-    streamed: bool
-    events: asyncio.Queue[Event]
-    first_index: int = 0
-    cancelled: bool = False
-
-    @property
-    def final_length(self) -> int:
-        return len(self.prompt_ids) + self.params.max_tokens
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One choice. The scheduler's thread changes it until its last piece is out."""
-
-    generation: Generation
-    choice: int
-    text: TextStream
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-
-    @property
-    def index(self) -> int:
-        return self.generation.first_index + self.choice
 
 
 class Scheduler(threading.Thread):

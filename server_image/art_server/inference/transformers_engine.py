@@ -20,11 +20,12 @@ from art_cloud.errors import (
 
 from .adapters import AdapterModel
 from .engine import EngineStats, Route
+from .generation import Event, Generation, Piece
 from .prompts import read_chat, read_prompts, room
 from .requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .responses import Responder
 from .sampling import SamplingParams
-from .scheduler import Event, Generation, Piece, Scheduler, not_loaded
+from .scheduler import Scheduler, not_loaded
 
 
 class TransformersEngine:
