@@ -166,16 +166,26 @@ def down(
 
 @app.command()
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Of GRPO.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Of GRPO.")] = 40,
     control: Annotated[
         bool, typer.Option(help="Train a second model on permuted rewards: it must not learn.")
     ] = False,
     engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
-    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where the PNG goes.")] = None,
+    plot: Annotated[Path, typer.Option(help="Where the PNG goes.")] = Path("tic-tac-toe.png"),
     as_json: AsJson = False,
 ) -> None:
     """Train an agent to play tic-tac-toe on this machine."""
+    from rich.console import Console
+
+    from . import demo as demos
+    from .registry import home
+
+    result = _run(demos.run_demo(home() / "demo", steps=steps, control=control, engine=engine))
+    console = Console(stderr=as_json)
+    demos.print_table(result, console)
+    console.print(f"Win rate by step: {demos.plot(result, plot)}")
+    if as_json:
+        typer.echo(json.dumps(result.summary()))
 
 
 @checkpoints.command("ls")

@@ -15,10 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 from ..backend import Backend
 from ..cluster import up
-from ..config import LoRAConfig, SFTConfig, TrainConfig
+from ..config import SFTConfig, TrainConfig
 from ..errors import ConfigError
 from ..model import TrainableModel
 from ..progress import progress, say
@@ -26,12 +27,14 @@ from ..rollout import gather_trajectories, gather_trajectory_groups
 from ..trajectory import History, Message, Messages, Trajectory, TrajectoryGroup
 from .game import REWARDS, Game, Outcome
 
-PROJECT = "demo"
-WARM_UP_GAMES = 250
-HELD_OUT = range(1_000_000, 1_000_500)
-"""Seeds of the games that are only ever evaluated on; the same before, after and for the control."""
+PROJECT = "tic-tac-toe"
+STEPS = 40
+WARM_UP_GAMES = 1000
+WARM_UP = SFTConfig(learning_rate=3e-3, batch_size=64)
 GROUPS, GROUP_SIZE = 16, 8
-TRAIN = TrainConfig(learning_rate=1e-3)
+TRAIN = TrainConfig(learning_rate=2e-3)
+HELD_OUT = range(1_000_000, 1_000_500)
+"""Seeds of the games that are evaluated on: the same before, after and for the control."""
 
 
 @dataclass
@@ -68,7 +71,7 @@ def win_rate(outcomes: Counter[Outcome]) -> float:
     return outcomes["win"] / outcomes.total()
 
 
-async def play(model: TrainableModel, seed: int, step: int | None = None) -> Trajectory:
+async def play(model: TrainableModel[Any], seed: int, step: int | None = None) -> Trajectory:
     """One game. Each move is a conversation of its own: the board, and the move."""
     client = model.openai_client()
     game = Game(seed)
@@ -106,7 +109,7 @@ def random_moves(seed: int) -> list[Messages]:
     return conversations
 
 
-async def evaluate(model: TrainableModel, label: str) -> Counter[Outcome]:
+async def evaluate(model: TrainableModel[Any], label: str) -> Counter[Outcome]:
     """Play the held-out games with the newest weights, and keep the result beside their step."""
     step = await model.get_step()
     games = await gather_trajectories(
@@ -117,11 +120,11 @@ async def evaluate(model: TrainableModel, label: str) -> Counter[Outcome]:
 
 
 def outcomes(games: Iterable[Trajectory]) -> Counter[Outcome]:
-    return Counter(game.metadata["outcome"] for game in games)  # type: ignore[misc]
+    return Counter(cast(Outcome, game.metadata["outcome"]) for game in games)
 
 
 async def learn(
-    backend: Backend, model: TrainableModel, curve: Curve, steps: int, *, permute: bool
+    backend: Backend, model: TrainableModel[Any], curve: Curve, steps: int, *, permute: bool
 ) -> None:
     """`steps` of GRPO on games that are new in each; `permute` shuffles the rewards of a group."""
     shuffle = random.Random(0)  # noqa: S311
@@ -129,10 +132,7 @@ async def learn(
         for number in range(steps):
             seeds = range(number * GROUPS, (number + 1) * GROUPS)
             groups = await gather_trajectory_groups(
-                (
-                    TrajectoryGroup(play(model, seed) for _ in range(GROUP_SIZE))
-                    for seed in seeds
-                ),
+                (TrajectoryGroup(play(model, seed) for _ in range(GROUP_SIZE)) for seed in seeds),
                 pbar_desc="rollouts",
             )
             rate = win_rate(outcomes(game for group in groups for game in group))
@@ -148,51 +148,52 @@ async def learn(
 
 
 async def run_demo(
-    folder: Path, *, steps: int = 40, control: bool = False, engine: str = "transformers"
+    folder: Path, *, steps: int = STEPS, control: bool = False, engine: str = "transformers"
 ) -> DemoResult:
-    """Train the agent with a server of its own; `folder` keeps its base model and its steps."""
+    """Train the agent with a server of its own; `folder` keeps its base model and its steps.
+
+    Raises:
+        ConfigError: the server's packages are not installed here.
+    """
     started = time.perf_counter()
-    base_model = _make_base_model(folder / "model")
+    base_model = str(_make_base_model(folder / "model"))
+    run = time.strftime("%Y%m%d-%H%M%S")
+    agent: TrainableModel[Any] = TrainableModel(
+        name=f"agent-{run}", project=PROJECT, base_model=base_model
+    )
+    copy: TrainableModel[Any] = TrainableModel(
+        name=f"control-{run}", project=PROJECT, base_model=base_model
+    )
     trained, permuted = Curve(), Curve()
     async with up(
         "local",
-        name=f"demo-{int(time.time())}",
-        base_model=str(base_model),
+        name=f"demo-{run}",
+        base_model=base_model,
         store=str(folder / "store"),
         engine=engine,
     ) as backend:
-        name = time.strftime("%Y%m%d-%H%M%S")
-        agent = TrainableModel(
-            name=f"agent-{name}", project=PROJECT, base_model=str(base_model), lora=LoRAConfig()
-        )
         await agent.register(backend)
-        await backend.train_sft(
-            agent,
-            [move for seed in range(WARM_UP_GAMES) for move in random_moves(-seed - 1)],
-            SFTConfig(learning_rate=3e-3, batch_size=64),
-        )
-        trained.before = await evaluate(agent, "held-out games before")
-        say(f"The agent wins {win_rate(trained.before):.0%} of 500 held-out games. Now GRPO.")
+        examples = [move for seed in range(WARM_UP_GAMES) for move in random_moves(-seed - 1)]
+        await backend.train_sft(agent, examples, WARM_UP)
+        trained.before = permuted.before = await evaluate(agent, "held-out games before")
+        say(f"The agent wins {win_rate(trained.before):.0%} of {len(HELD_OUT)} held-out games.")
         if control:
-            copy = agent.model_copy(update={"name": f"control-{name}"})
-            await backend.checkpoints(agent).fork(f"{PROJECT}/{copy.name}")
+            await backend.checkpoints(agent).fork(str(copy.full_name))
+            await copy.register(backend)
         await learn(backend, agent, trained, steps, permute=False)
         trained.after = await evaluate(agent, "held-out games after")
+        say(f"The agent wins {win_rate(trained.after):.0%} of them now.")
         if control:
-            permuted.before = trained.before
-            await copy.register(backend)
             await learn(backend, copy, permuted, steps, permute=True)
             permuted.after = await evaluate(copy, "held-out games, control")
-    return DemoResult(
-        trained, permuted if control else None, steps, time.perf_counter() - started
-    )
+    seconds = time.perf_counter() - started
+    return DemoResult(trained, permuted if control else None, steps, seconds)
 
 
 def _make_base_model(folder: Path) -> Path:
     if find_spec("art_server") is None or find_spec("torch") is None:
         raise ConfigError(
-            "The demo trains on this machine and needs the server: "
-            "pip install 'art-cloud[demo]'."
+            "The demo trains on this machine and needs the server: pip install 'art-cloud[demo]'."
         )
     if not (folder / "config.json").exists():
         say("Making a small language model of 1.7 M parameters ...")
