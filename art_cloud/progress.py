@@ -61,8 +61,8 @@ class _Terminal:
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("left", style="progress.remaining"),
             TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
@@ -74,10 +74,12 @@ class _Terminal:
         self.bars += 1
         return self.progress.add_task(bar.description, total=bar.total, note="")
 
-    def remove(self, task: TaskID) -> None:
+    def remove(self, bar: Bar, task: TaskID) -> None:
         """The last bar stays on the screen as it ended; one within another makes room."""
         self.bars -= 1
         if self.bars == 0:
+            if bar.total is None:
+                self.progress.update(task, visible=False)
             self.progress.stop()
         self.progress.remove_task(task)
 
@@ -127,7 +129,7 @@ def progress(description: str | None, total: float | None = None) -> Iterator[Ba
         try:
             yield bar
         finally:
-            _terminal.remove(bar.task)
+            _terminal.remove(bar, bar.task)
     else:
         yield _LineBar(description, total)
 
