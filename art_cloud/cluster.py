@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -278,10 +278,20 @@ async def _end_ours(record: ClusterRecord) -> None:
         provider = get_provider(record.spec.provider)
         Registry().set_state(record.name, "ending")
         with _phase(record.name, "ending"):
-            await provider.terminate(record.name)
+            await _finish(provider.terminate(record.name))
         Registry().remove(record)
     except BaseException:
         say(f"{record.name} may still run. To end it: art-cloud down {record.name}")
+        raise
+
+
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end even if this task is cancelled meanwhile; it is cancelled then."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
         raise
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,6 +36,8 @@ POLL_SECONDS = 0.1
 ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
 KILL_SECONDS = 10.0
+LOCK_SECONDS = 10.0
+"""How long a lock may be held by something that is no server yet: far above what it takes."""
 LOG_LINES = 15
 
 _started: dict[str, subprocess.Popen[bytes]] = {}
@@ -64,11 +66,14 @@ class LocalProvider:
         _require("torch", "transformers", "peft", "uvicorn", "psutil")
         folder = _folder(name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
+        with (folder / "lock").open("a") as lock:
+            give_up = time.monotonic() + LOCK_SECONDS
+            while not _try_lock(lock):
+                if name in await asyncio.to_thread(_scan):
+                    return
+                if time.monotonic() > give_up:
+                    raise ProviderError(f"{folder}/lock is held, but not by a server of {name}.")
+                await asyncio.sleep(POLL_SECONDS)
             if name in await asyncio.to_thread(_scan):
                 return
             (folder / "endpoint.json").unlink(missing_ok=True)
@@ -102,11 +107,11 @@ class LocalProvider:
     async def endpoint(self, name: str) -> Endpoint:
         while True:
             server = (await asyncio.to_thread(_scan)).get(name)
-            if server is None or server.leader is None:
-                raise _ended(name)
             found = _read_endpoint(name)
-            if found and found.pid == server.leader.pid:
+            if server and server.leader and found and found.pid == server.leader.pid:
                 return Endpoint(url=found.url)
+            if not (server and server.leader) and not _is_locked(name):
+                raise _ended(name)
             await asyncio.sleep(POLL_SECONDS)
 
     async def list(self) -> list[Instance]:
@@ -219,27 +224,79 @@ def _instance(name: str, server: _Server) -> Instance:
 def _terminate(name: str) -> None:
     import psutil
 
-    server = _scan().get(name)
-    if server is None:
+    first = _wait_for_server(name)
+    if first is None:
         return
+    now = time.monotonic()
+    kill_at, give_up = now + ENDING_SECONDS, now + ENDING_SECONDS + KILL_SECONDS
     try:
-        for process in server.processes if server.leader is None else [server.leader]:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
-        psutil.wait_procs([server.leader or server.processes[0]], timeout=ENDING_SECONDS)
-        deadline = time.monotonic() + KILL_SECONDS
-        while server := _scan().get(name):
-            if time.monotonic() > deadline:
-                pids = ", ".join(str(process.pid) for process in server.processes)
+        _signal([first.leader] if first.leader else first.processes, signal.SIGTERM)
+        while left := _left(name, first.processes):
+            now = time.monotonic()
+            if now > give_up:
+                pids = ", ".join(str(process.pid) for process in left)
                 raise ProviderError(f"{name} does not end: still there are processes {pids}.")
-            for process in server.processes:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(server.processes, timeout=POLL_SECONDS)
+            if now > kill_at or first.leader not in left:
+                _signal(left, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
     except psutil.AccessDenied as error:
         raise ProviderError(
             f"{name} runs as another user (process {error.pid}): end it as that user."
         ) from error
+    if process := _started.pop(name, None):
+        process.poll()
+
+
+def _wait_for_server(name: str) -> _Server | None:
+    """The server of `name`, waited for if it is being started."""
+    give_up = time.monotonic() + LOCK_SECONDS
+    while (server := _scan().get(name)) is None and _is_locked(name):
+        if time.monotonic() > give_up:
+            raise ProviderError(f"{_folder(name)}/lock is held, but not by a server of {name}.")
+        time.sleep(POLL_SECONDS)
+    return server
+
+
+def _left(name: str, known: list[psutil.Process]) -> list[psutil.Process]:
+    """What still runs of the server `name` and of its processes that were `known` before."""
+    import psutil
+
+    server = _scan().get(name)
+    left = server.processes if server else []
+    for process in known:
+        with suppress(psutil.NoSuchProcess):
+            runs = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            if runs and process not in left:
+                left.append(process)
+    return left
+
+
+def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    import psutil
+
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked(name: str) -> bool:
+    """Whether a server of `name` lives, or is being started.
+
+    A process that has just been started does not show its arguments yet: `_scan` misses it.
+    """
+    try:
+        with (_folder(name) / "lock").open("a") as file:
+            return not _try_lock(file)
+    except FileNotFoundError:
+        return False
 
 
 def _ended(name: str) -> LaunchError:
