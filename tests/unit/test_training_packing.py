@@ -168,7 +168,10 @@ def test_rows_hold_every_sample_and_no_shared_token_twice(
     rows = pack(data, range(len(data)), budget, share=share)
     assert sorted(n for row in rows for n in row.members) == list(range(len(data)))
     for row in rows:
-        assert len(row.tokens_T) <= budget or len(row.members) == 1
+        first = data[row.members[0]]
+        alone = len(first.prompt_ids) + len(first.completion_ids) - 1
+        assert len(row.tokens_T) <= max(budget, 2 * alone)
+        assert share or len(row.members) == 1
         position = torch.arange(len(row.tokens_T))
         visible = (position <= position[:, None]) & (position[:, None] < row.ends_T)
         sampled = row.sampled_M.tolist()
@@ -205,6 +208,12 @@ def test_the_block_mask_for_cuda_sees_what_the_tiles_see(trainer: Trainer) -> No
     with mock.patch.object(attention.Layout, "of", masked):
         for found, tiled in zip(trainer.logprobs(NAME, data), expected, strict=True):
             assert found == pytest.approx(tiled, abs=1e-5)
+
+
+def test_samples_longer_than_the_budget_still_share(trainer: Trainer) -> None:
+    prompt = list(range(300))
+    rows = pack([Datum(prompt, [n, n]) for n in range(8)], range(8), token_budget=100)
+    assert [len(row.tokens_T) for row in rows] == [308]
 
 
 SIZES = {

@@ -93,7 +93,8 @@ def pack(
 ) -> list[Row]:
     """Pack the samples `numbers` of `data` into rows of at most `token_budget` trie tokens.
 
-    A row takes at least one sample, however long. Without `share` each sample has a row of its own.
+    A row may always hold twice the tokens of its first sample, so that samples longer than the
+    budget still share their prefixes. Without `share` each sample has a row of its own.
     """
     ids: dict[int, Ids] = {}
     for n in numbers:
@@ -103,14 +104,17 @@ def pack(
     rows: list[Row] = []
     builder = _Builder()
     last: int | None = None
+    limit = 0
     for number in order:
         shared = 0
         if last is not None and data[last].temperature == data[number].temperature:
             shared = _common_prefix(ids[last], ids[number])
         grown = builder.length + len(ids[number]) - shared
-        if last is not None and (not share or grown > token_budget):
+        if last is not None and (not share or grown > limit):
             rows.append(builder.row())
             builder, shared = _Builder(), 0
+        if not builder.length:
+            limit = max(token_budget, 2 * len(ids[number]))
         builder.add(number, data[number], ids[number], shared)
         last = number
     if last is not None:
