@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import shutil
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 from uuid import uuid4
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from .config import Frozen, LoRAConfig
 from .errors import ConflictError, NotFoundError, RivalError, StoreError
@@ -53,6 +53,14 @@ class Manifest(Frozen):
     versions: dict[str, str]
     """Of the packages that made it."""
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @field_validator("files")
+    @classmethod
+    def _within_the_folder(cls, files: dict[str, Blob]) -> dict[str, Blob]:
+        for path in map(PurePosixPath, files):
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{path} leads out of the checkpoint's folder")
+        return files
 
     @property
     def name(self) -> ModelName:
@@ -131,7 +139,11 @@ class Checkpoints:
                     target = partial / path
                     target.parent.mkdir(parents=True, exist_ok=True)
                     self.store.get_blob(blob, target)
-            partial.rename(folder)
+            try:
+                partial.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another thread fetched the same step meanwhile
+                    raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return folder

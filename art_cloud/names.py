@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+STEP = re.compile(r"[0-9]{1,9}")
 
 
 def check_name(value: str, what: str) -> str:
@@ -63,6 +64,6 @@ class PolicyName:
     @classmethod
     def parse(cls, text: str) -> PolicyName:
         name, at, step = text.rpartition("@")
-        if not at or not step.isdecimal():
+        if not at or not STEP.fullmatch(step):
             raise ConfigError(f"{text!r} does not name a policy. Write it as project/model@step.")
         return cls(ModelName.parse(name), int(step))

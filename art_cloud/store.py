@@ -16,12 +16,15 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
+
+from pydantic import Field, NonNegativeInt
 
 from .config import Frozen
 from .errors import (
@@ -34,11 +37,12 @@ from .errors import (
 )
 
 CHUNK = 1 << 20
+ABANDONED_SECONDS = 24 * 3600
 
 
 class Blob(Frozen):
-    sha256: str
-    size: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    size: NonNegativeInt
     """Bytes."""
 
 
@@ -97,10 +101,13 @@ class FileStore:
 
     def __init__(self, root: Path, *, create: bool = False) -> None:
         self.root = root.resolve()
+        self.blobs = self.root / "blobs"
+        self.staging = self.root / ".staging"
         self.url = self.root.as_uri()
         with self._errors("open the store"):
             if create:
-                self.root.mkdir(parents=True, exist_ok=True)
+                self.blobs.mkdir(parents=True, exist_ok=True)
+                self._remove_abandoned()
             self._check_present()
 
     def read(self, key: str) -> bytes:
@@ -108,6 +115,7 @@ class FileStore:
             try:
                 return self._path(key).read_bytes()
             except FileNotFoundError:
+                self._check_present()
                 raise NotFoundError(f"{self.url} holds no {key}.") from None
 
     def create(self, key: str, data: bytes) -> bool:
@@ -132,6 +140,7 @@ class FileStore:
             try:
                 path.unlink()
             except FileNotFoundError:
+                self._check_present()
                 raise NotFoundError(f"{self.url} holds no {key}.") from None
             _sync(path.parent)
 
@@ -150,6 +159,7 @@ class FileStore:
             try:
                 shutil.copyfile(self._blob(blob), target)
             except FileNotFoundError:
+                self._check_present()
                 raise NotFoundError(
                     f"{self.url} holds no blob {blob.sha256}, though a manifest names it: it was "
                     "deleted by hand or by another tool. Restore it, or go on from another step."
@@ -162,9 +172,17 @@ class FileStore:
                 )
 
     def _check_present(self) -> None:
-        """A folder that is away (a disk not mounted, a name mistyped) is not an empty store."""
-        if not self.root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "there is no such folder")
+        """A store always has `blobs`: a folder without it (the empty mount point of a disk that is
+        away, a name mistyped) is not an empty store."""
+        if not self.blobs.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "it is not there, or not a store: no blobs/ in it")
+
+    def _remove_abandoned(self) -> None:
+        """Remove what writers that were killed left half-written."""
+        for path in self.staging.glob("*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
 
     def _path(self, key: str) -> Path:
         parts = PurePosixPath(key)
@@ -173,13 +191,14 @@ class FileStore:
         return self.root / parts
 
     def _blob(self, blob: Blob) -> Path:
-        return self.root / "blobs" / blob.sha256
+        return self.blobs / blob.sha256
 
     @contextmanager
     def _staged(self) -> Iterator[Path]:
         """A name for a new file on the store's own file system, gone afterwards."""
-        staged = self.root / ".staging" / uuid4().hex
-        staged.parent.mkdir(parents=True, exist_ok=True)
+        self._check_present()
+        staged = self.staging / uuid4().hex
+        self.staging.mkdir(exist_ok=True)
         try:
             yield staged
         finally:
