@@ -32,7 +32,7 @@ STEPS = 40
 WARM_UP_GAMES = 1000
 WARM_UP = SFTConfig(learning_rate=3e-3, batch_size=64)
 GROUPS, GROUP_SIZE = 16, 8
-TRAIN = TrainConfig(learning_rate=2e-3)
+TRAIN = TrainConfig(learning_rate=7e-4)
 HELD_OUT = range(1_000_000, 1_000_500)
 """Seeds of the games that are evaluated on: the same before, after and for the control."""
 
