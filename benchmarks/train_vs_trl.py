@@ -40,6 +40,7 @@ from typing import Any
 
 import psutil
 import torch
+import trl
 from art_server.tiny_model import make_tokenizer
 from art_server.training import AdamParams, BaseModel, Datum, Trainer, group_advantages
 from datasets import Dataset
@@ -338,7 +339,8 @@ def main() -> None:
     hardware = torch.cuda.get_device_name() if options.model != "tiny" else machine()
     if options.save:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        result = {"date": date, "machine": hardware, "torch": torch.__version__, "cases": found}
+        result = {"date": date, "machine": hardware, "threads": torch.get_num_threads()}
+        result |= {"torch": torch.__version__, "trl": trl.__version__, "cases": found}
         path = RESULTS / f"train_vs_trl-{options.model}-{date}.json"
         path.write_text(json.dumps(result | {"trl_batch": batch}, indent=2) + "\n")
     report(
@@ -349,6 +351,7 @@ def main() -> None:
         first["ratio"],
         "seconds per step",
         model=options.model,
+        threads=torch.get_num_threads(),
         cases=found,
     )
 
