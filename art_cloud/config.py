@@ -1,4 +1,4 @@
-"""What a user can set about training. Defaults are those of the named paper or of common practice."""
+"""What a user can set about training. Defaults are the named paper's, or common practice."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class LossOptions(NamedTuple):
     advantage   = (reward - mean of its group) / scale        scale: std of group or batch, or 1
     ratio       = exp(logprob - sampler's logprob)            per token, or the geometric mean of
                                                               one completion ("sequence")
-    objective   = min(ratio * advantage, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantage)
-    the batch   = sum of token losses / all tokens ("token"), mean over trajectories of the mean over
-                  their tokens ("sequence"), or sum / (trajectories * fixed_length) ("fixed")
+    objective   = min(ratio * advantage,
+                      clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantage)
+    the batch   = sum of token losses / all tokens ("token"), mean over trajectories of the mean
+                  over their tokens ("sequence"), or sum / (trajectories * fixed_length) ("fixed")
     """
 
     scale_rewards: RewardScale

@@ -17,7 +17,7 @@ STEP = re.compile(r"[0-9]{1,9}")
 
 
 def check_name(value: str, what: str) -> str:
-    """Return `value`, or raise `ConfigError` if it can't be part of a path, a URL and a blob key."""
+    """Return `value`, or raise `ConfigError` if it can't be part of a path, a URL and a key."""
     if not NAME.fullmatch(value) or ".." in value:
         raise ConfigError(
             f"{what} {value!r} is not a valid name. Use 1 to 64 letters, digits, '.', '_' or '-', "

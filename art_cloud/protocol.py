@@ -6,14 +6,16 @@ with the `code` of a class in `errors`.
     GET    server                                ServerInfo
     PUT    models/{project}/{model}              RegisterRequest -> JobInfo      (safe to repeat)
     GET    models/{project}/{model}              ModelInfo
-    POST   models/{project}/{model}/train        a batch (`wire`) -> JobInfo     (Call-Id: repeats answer the first)
+    POST   models/{project}/{model}/train        a batch (`wire`) -> JobInfo     (Call-Id)
     POST   models/{project}/{model}/sft          SFTRequest -> JobInfo           (Call-Id)
     POST   models/{project}/{model}/log          LogRequest
     GET    models/{project}/{model}/checkpoints  list[CheckpointInfo]
     DELETE models/{project}/{model}/checkpoints/{step}
     POST   models/{project}/{model}/fork         ForkRequest -> CheckpointInfo
     GET    jobs/{id}                             JobInfo
-    GET    jobs/{id}/events                      server-sent JobEvents; `Last-Event-ID` to go on from
+    GET    jobs/{id}/events                      server-sent JobEvents, after `Last-Event-ID`
+
+A job's call carries an id of the caller's: a repeat is answered with what the first one did.
 """
 
 from __future__ import annotations

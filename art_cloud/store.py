@@ -38,6 +38,7 @@ from .errors import (
 
 CHUNK = 1 << 20
 ABANDONED_SECONDS = 24 * 3600
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Blob(Frozen):
@@ -175,7 +176,7 @@ class FileStore:
         """A store always has `blobs`: a folder without it (the empty mount point of a disk that is
         away, a name mistyped) is not an empty store."""
         if not self.blobs.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "it is not there, or not a store: no blobs/ in it")
+            raise FileNotFoundError(errno.ENOENT, "it is away, or no store: there is no blobs/")
 
     def _remove_abandoned(self) -> None:
         """Remove what writers that were killed left half-written."""
@@ -220,7 +221,7 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in NO_SPACE:
                 raise StoreFullError(
                     f"Could not {what}: no space left in {self.url} ({error.strerror}). The steps "
                     "before it are whole. Free some space (`art-cloud checkpoints rm`) and repeat."

@@ -29,6 +29,11 @@ log = logging.getLogger("art_server")
 
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
 GRACE_SECONDS = 30.0
+"""How long the running job may take to finish once the server was asked to stop."""
+ANSWERING_SECONDS = 5.0
+"""How long requests may take to finish then, before they are ended."""
+JOURNAL_MIB = 900
+"""The largest body that SQLite keeps: 1e9 bytes."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -36,16 +41,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
                         "the first model that is registered decides")  # fmt: skip
     parser.add_argument("--name", default="server", help="of this cluster")
-    parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0: any free one")
+    parser.add_argument("--port", type=_port, default=0, help="on 127.0.0.1; 0: any free one")
     parser.add_argument("--store", help="URL or folder where steps are kept")
     parser.add_argument("--state", type=Path, help="folder for the journal and the cache")
     parser.add_argument("--engine", choices=["transformers"], default="transformers")
     parser.add_argument("--idle", type=float, metavar="SECONDS", default=math.inf,
                         help="end when nothing happened for so long")  # fmt: skip
-    parser.add_argument("--max-body", type=int, default=1024, metavar="MIB",
-                        help="largest request that is taken")  # fmt: skip
+    parser.add_argument("--max-body", type=_mebibytes, default=512, metavar="MIB",
+                        help=f"largest request that is taken; at most {JOURNAL_MIB}")  # fmt: skip
     parser.add_argument("--version", action="version", version=__version__)
     return parser.parse_args(arguments)
+
+
+def _port(text: str) -> int:
+    if not 0 <= (port := int(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is not between 0 and 65535")
+    return port
+
+
+def _mebibytes(text: str) -> int:
+    if not 1 <= (size := int(text)) <= JOURNAL_MIB:
+        raise argparse.ArgumentTypeError(f"{size} is not between 1 and {JOURNAL_MIB}")
+    return size
 
 
 def listen(port: int) -> socket.socket:
@@ -57,8 +74,8 @@ def listen(port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         raise ConfigError(
-            f"Port {port} on 127.0.0.1 can't be used: {error.strerror}. Something else listens "
-            "there. Choose another --port, or none for a free one."
+            f"Port {port} on 127.0.0.1 can't be used: {error.strerror}. Choose another --port, or "
+            "none for a free one."
         ) from None
     return listener
 
@@ -89,13 +106,18 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
     state = options.state or home / "servers" / name
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"The folder {state} can't be made ({error.strerror}). Give another --state."
+        ) from None
     store = options.store or (home / "store").as_uri()
     max_bytes = options.max_body << 20
 
     stop = asyncio.Event()
+    journal = Journal(state / "journal.sqlite")  # first: it keeps a second server out of the folder
     runtime = Runtime(Settings(state=state, store=store, engine=options.engine))
-    journal = Journal(state / "journal.sqlite")
     programs = Programs(runtime, max_bytes)
     jobs = Jobs(journal, programs.by_kind())
     guardian = Guardian(
@@ -122,8 +144,11 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         stopped.cancel()
         await jobs.stop(GRACE_SECONDS)
         server.should_exit = True
-        await serving
+        await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
         await runtime.close()
+        await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
+        server.force_exit = True  # whoever neither sends nor reads on does not keep the server
+        await serving
         journal.close()
     log.info("stopped")
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
@@ -114,7 +115,7 @@ class Routes:
                 f"{', '.join(self.runtime.names()) or '(none is registered yet)'}."
             )
         if body.get("stream"):
-            return await self._stream(route, body, requested)
+            return await self._stream(request, route, body, requested)
         async with self.runtime.policy(requested) as policy:
             answer = await _unless_disconnected(
                 request, self.runtime.engine.create(route, body, policy)
@@ -122,7 +123,7 @@ class Routes:
         return JSONResponse(answer, headers={POLICY: answer["model"]})
 
     async def _stream(
-        self, route: InferenceRoute, body: dict[str, Any], requested: str
+        self, request: Request, route: InferenceRoute, body: dict[str, Any], requested: str
     ) -> Response:
         """Errors before the first chunk are answered with their status, later ones as an event."""
 
@@ -135,7 +136,7 @@ class Routes:
                     yield chunk
 
         stream = chunks()
-        first = await anext(stream)
+        first = await _unless_disconnected(request, anext(stream))
 
         async def lines() -> AsyncIterator[bytes]:
             try:
@@ -200,8 +201,9 @@ class Routes:
         checkpoints = self._steps(request)
 
         def write() -> None:
-            checkpoints.log(entry.split, entry.step, entry.metrics)
+            checkpoints.read(entry.step)
             write_trajectories(checkpoints, entry)
+            checkpoints.log(entry.split, entry.step, entry.metrics)
 
         await asyncio.to_thread(write)
         return JSONResponse({})
@@ -213,7 +215,9 @@ class Routes:
         )
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        await asyncio.to_thread(self._steps(request).delete, request.path_params["step"])
+        step = request.path_params["step"]
+        await asyncio.to_thread(self._steps(request).delete, step)
+        await self.runtime.unload(str(_name(request).at(step)))
         return JSONResponse({})
 
     async def fork(self, request: Request) -> Response:
@@ -228,7 +232,7 @@ class Routes:
 
     async def job_events(self, request: Request) -> Response:
         job, after = request.path_params["id"], request.headers.get("last-event-id", "0")
-        if not after.isdecimal():
+        if not re.fullmatch("[0-9]{1,9}", after):
             raise InvalidRequestError(
                 f"Last-Event-ID is {after!r}, which is not an event's number."
             )
@@ -355,7 +359,7 @@ def _call_id(request: Request) -> str:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"The body is not JSON: {error}.") from None
     if not isinstance(parsed, dict):
         raise InvalidRequestError("The body is JSON, but not an object.")

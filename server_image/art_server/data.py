@@ -19,8 +19,17 @@ from .training import BaseModel, Datum, group_advantages, has_signal
 def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
     """The batch's samples, each with the advantage of its trajectory, and what they are like.
 
-    Raises `UntrainableError` for an id that is not in the base model's vocabulary.
+    Raises `UntrainableError` for a group with nothing in it, and for an id that is not in the base
+    model's vocabulary.
     """
+    if not batch.groups:
+        raise UntrainableError("The batch has no groups: there is nothing to learn.")
+    for number, group in enumerate(batch.groups):
+        if not group.rewards or not all(group.samples):
+            raise UntrainableError(
+                f"Group {number} has no trajectory, or one without a sample: there is nothing to "
+                "learn from it."
+            )
     for number, sample in enumerate(batch.samples):
         top = max((*sample.prompt_ids, *sample.completion_ids), default=0)
         if top >= vocabulary:
@@ -65,6 +74,8 @@ def sft_data(examples: Sequence[SFTExample], base: BaseModel) -> list[Datum]:
 
     Raises `UntrainableError` that names an example without one.
     """
+    if not examples:
+        raise UntrainableError("There are no examples: there is nothing to learn.")
     data: list[Datum] = []
     for number, example in enumerate(examples):
         messages = example.messages

@@ -1,7 +1,7 @@
 """The journal and the queue: a call is on disk before it is answered, and is done once.
 
-Jobs run one after another. A job that was running when the server died runs again from the newest
-step in the store; the programs (`programs.py`) make that repeatable.
+Jobs run one after another, in the journal's order. A job that was running when the server died runs
+again from the newest step in the store; the programs (`programs.py`) make that repeatable.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from art_cloud.errors import (
     ArtCloudError,
+    ConfigError,
     ConflictError,
     NotFoundError,
     ServerStoppingError,
@@ -30,6 +31,7 @@ from art_cloud.protocol import ErrorBody, JobEvent, JobInfo, JobKind, StepResult
 
 log = logging.getLogger(__name__)
 
+PRAGMAS = "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -55,19 +57,26 @@ CREATE TABLE IF NOT EXISTS events (
 
 
 class Journal:
-    """SQLite, synced at every commit. Safe to use from several threads of one process."""
+    """SQLite, synced at every commit. Safe to use from several threads of one process; another
+    process can't open it meanwhile: a journal belongs to one server (`ConfigError`)."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = Lock()
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; {SCHEMA}")
+        try:
+            self._db = sqlite3.connect(path, timeout=2, check_same_thread=False)
+            self._db.isolation_level = None
+            self._db.executescript(f"{PRAGMAS} {SCHEMA}")
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"The journal {path} can't be opened: {error}. If another server uses this folder, "
+                "end it, or give this one a --state of its own."
+            ) from error
 
     def close(self) -> None:
         self._db.close()
 
-    def submit(self, job: str, kind: JobKind, name: ModelName, body: bytes) -> tuple[JobInfo, bool]:
-        """Write a call down. Returns the job and whether it is new: a repeat finds the first one.
+    def submit(self, job: str, kind: JobKind, name: ModelName, body: bytes) -> JobInfo:
+        """Write a call down and return its job: a repeat finds that of the first one.
 
         Raises `ConflictError` when the id was used for something else.
         """
@@ -86,7 +95,7 @@ class Journal:
                     f"Call {job} was made before with another content. Nothing was done. "
                     "Use a new call id for a new call."
                 )
-        return self.get(job), row is None
+        return self.get(job)
 
     def get(self, job: str) -> JobInfo:
         with self._lock:
@@ -164,7 +173,7 @@ class Journal:
                 except BaseException:
                     self._db.rollback()
                     raise
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             raise StoreFullError(
                 f"The journal could not be written ({error}); nothing was done. Free some space "
                 "on the server's disk and repeat the call."
@@ -183,6 +192,9 @@ class Journal:
         ]
 
 
+RETRY_SECONDS = 5.0
+"""After which a job is run again whose end could not be written down."""
+
 Report = Callable[[dict[str, Any]], None]
 """Publishes progress; callable from any thread. Raises `ServerStoppingError` when time is up."""
 Program = Callable[[JobInfo, bytes, Report], Awaitable[StepResult]]
@@ -195,7 +207,7 @@ class Jobs:
         self.journal = journal
         self.current: JobInfo | None = None
         self._programs = programs
-        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self._call_came = asyncio.Event()
         self._news = asyncio.Condition()
         self._stopping = False
         self._abandon = False
@@ -203,13 +215,12 @@ class Jobs:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        for job in self.journal.unfinished():
-            self._queue.put_nowait(job)
         self._worker = asyncio.create_task(self._work())
 
     @property
     def queued(self) -> int:
-        return self._queue.qsize()
+        current = self.current.id if self.current else None
+        return sum(job != current for job in self.journal.unfinished())
 
     async def submit(self, job: str, kind: JobKind, name: ModelName, body: bytes) -> JobInfo:
         if self._stopping:
@@ -217,9 +228,8 @@ class Jobs:
                 "The server is stopping and takes no new work. Nothing was done; repeat the call "
                 "when it is back."
             )
-        info, new = await asyncio.to_thread(self.journal.submit, job, kind, name, body)
-        if new:
-            self._queue.put_nowait(job)
+        info = await asyncio.to_thread(self.journal.submit, job, kind, name, body)
+        self._call_came.set()
         return info
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
@@ -242,59 +252,66 @@ class Jobs:
         self._stopping = True
         if self._worker is None:
             return
-        self._queue.put_nowait("")
+        self._call_came.set()
         done, _ = await asyncio.wait([self._worker], timeout=grace)
         if not done:
             self._abandon = True
             await asyncio.wait([self._worker])
-        await self._wake()
 
     async def _work(self) -> None:
         while not self._stopping:
-            job = await self._queue.get()
-            if job and not self._stopping:
-                self.current = self.journal.get(job)
-                try:
-                    await self._run(self.current)
-                finally:
-                    self.current = None
+            self._call_came.clear()
+            job = next(iter(self.journal.unfinished()), None)
+            if job is None or not await self._settle(self.journal.get(job)):
+                await self._call_came.wait()
         await self._wake()
 
-    async def _run(self, info: JobInfo) -> None:
-        job = info.id
+    async def _settle(self, info: JobInfo) -> bool:
+        """Run a job to its end and write that down. False: it has to be run again later."""
+        self.current = info
+        try:
+            self.journal.start(info.id)
+            await self._wake()
+            outcome = await self._run(info)
+            if outcome is not None:
+                self.journal.end(info.id, outcome)
+            return outcome is not None
+        except StoreFullError as error:
+            log.error("job %s runs again in %.0f s: %s", info.id, RETRY_SECONDS, error)
+            self._loop.call_later(RETRY_SECONDS, self._call_came.set)
+            return False
+        finally:
+            self.current = None
+            await self._wake()
+
+    async def _run(self, info: JobInfo) -> StepResult | ErrorBody | None:
+        """What came of a job; None if it was abandoned."""
 
         def report(data: dict[str, Any]) -> None:
             if self._abandon:
-                raise ServerStoppingError(f"Job {job} was left for the next start of the server.")
-            asyncio.run_coroutine_threadsafe(self._progress(job, data), self._loop)
+                raise ServerStoppingError(
+                    f"Job {info.id} was left for the next start of the server."
+                )
+            self.journal.add_event(info.id, "progress", data)
+            asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
 
-        self.journal.start(job)
-        await self._wake()
-        failure: ErrorBody | None
+        what = f"{info.kind} of {info.project}/{info.model}"
         try:
-            result = await self._programs[info.kind](info, self.journal.body(job), report)
+            body = await asyncio.to_thread(self.journal.body, info.id)
+            return await self._programs[info.kind](info, body, report)
         except ServerStoppingError:
-            log.info("job %s (%s of %s/%s) abandoned", job, info.kind, info.project, info.model)
-            return
+            log.info("job %s (%s) is left for the next start", info.id, what)
+            return None
         except ArtCloudError as error:
-            failure = ErrorBody(message=str(error), type="job_error", code=error.code)
+            return ErrorBody(message=str(error), type="job_error", code=error.code)
         except Exception as error:
-            log.exception("job %s (%s of %s/%s)", job, info.kind, info.project, info.model)
-            failure = ErrorBody(
-                message=f"The {info.kind} job of {info.project}/{info.model} failed inside the "
-                f"server ({type(error).__name__}: {error}). No step was made. See the server's "
-                "log (`art-cloud logs`).",
+            log.exception("job %s (%s)", info.id, what)
+            return ErrorBody(
+                message=f"The {what} failed inside the server ({type(error).__name__}: {error}). "
+                "No step was made. See the server's log (`art-cloud logs`).",
                 type="server_error",
                 code="job_failed",
             )
-        else:
-            failure = None
-        self.journal.end(job, failure or result)
-        await self._wake()
-
-    async def _progress(self, job: str, data: dict[str, Any]) -> None:
-        self.journal.add_event(job, "progress", data)
-        await self._wake()
 
     async def _wake(self) -> None:
         async with self._news:

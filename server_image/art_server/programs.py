@@ -7,13 +7,19 @@ the newest step and the call's body.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from statistics import fmean
 
 from art_cloud.checkpoints import Manifest, Parent
 from art_cloud.config import SFTConfig, TrainConfig
-from art_cloud.errors import ConflictError
+from art_cloud.errors import (
+    ConflictError,
+    CorruptBlobError,
+    NotFoundError,
+    ServerStoppingError,
+)
 from art_cloud.names import ModelName
 from art_cloud.protocol import (
     JobInfo,
@@ -29,6 +35,8 @@ from .data import rl_data, sft_batches, sft_data, sft_learning_rate
 from .jobs import Program, Report
 from .runtime import Runtime, package_versions
 from .training import AdamParams
+
+log = logging.getLogger(__name__)
 
 INIT = "init"
 """The call id of every step 0: made from the same seed, it is the same step whoever makes it."""
@@ -65,7 +73,7 @@ class Programs:
         name = ModelName(job.project, job.model)
         if (done := await self._done_before(job, name)) is not None:
             return done
-        batch = decode_batch(body, self.max_bytes)
+        batch = await self.runtime.in_training_thread(decode_batch, body, self.max_bytes)
         config = batch.config
         newest = self.runtime.newest(name)
 
@@ -75,8 +83,7 @@ class Programs:
             data, metrics = rl_data(batch, self.runtime.vocabulary)
             reference = None
             if config.kl_coef and config.kl_reference_step is not None:
-                reference_manifest = self.runtime.checkpoints(name).read(config.kl_reference_step)
-                reference = self.runtime.fetch(reference_manifest) / "adapter"
+                reference = self.runtime.fetch_reference(name, config.kl_reference_step)
             metrics |= self.runtime.trainer.forward_backward(
                 str(name),
                 data,
@@ -151,8 +158,14 @@ class Programs:
             raise
         self._resident[name] = manifest.step
         self._calls[name][manifest.call_id] = manifest.step
-        report({"phase": f"loading {manifest.policy}"})
-        await self.runtime.publish(manifest)
+        try:
+            report({"phase": f"loading {manifest.policy}"})
+            await self.runtime.load(manifest)
+        except ServerStoppingError:
+            raise
+        except Exception:
+            log.exception("%s is counted; the next request for it loads it", manifest.policy)
+        self.runtime.set_newest(manifest)
         return _result(manifest)
 
     async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:
@@ -172,12 +185,16 @@ class Programs:
             manifest = await self.runtime.in_training_thread(checkpoints.newest)
             if manifest is not None:
                 await self.runtime.open_base(manifest.base_model)
-                await self._serve(manifest)
+                try:
+                    await self._serve(manifest)
+                except (CorruptBlobError, NotFoundError) as error:
+                    log.error("%s can't be served: %s", manifest.policy, error)
 
     async def _serve(self, manifest: Manifest) -> None:
         checkpoints = self.runtime.checkpoints(manifest.name)
         self._calls[manifest.name] = await self.runtime.in_training_thread(checkpoints.calls)
-        await self.runtime.publish(manifest)
+        await self.runtime.load(manifest)
+        self.runtime.set_newest(manifest)
 
     def _make_step_0(self, name: ModelName, request: RegisterRequest) -> Manifest:
         self.runtime.trainer.create(str(name), request.lora)

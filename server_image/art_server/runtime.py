@@ -18,10 +18,16 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from art_cloud.errors import (
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    StoreFullError,
+)
 from art_cloud.names import ModelName, PolicyName
 from art_cloud.protocol import ModelInfo
-from art_cloud.store import open_store
+from art_cloud.store import NO_SPACE, open_store
 
 from .inference import Engine, EngineStats, TransformersEngine
 from .training import BaseModel, Trainer, load_base
@@ -47,7 +53,7 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.store = open_store(settings.store, create=True)
-        self.cache = settings.state / "checkpoints"
+        self.cache = settings.state / "cache"
         shutil.rmtree(self.cache, ignore_errors=True)
         self.cache.mkdir(parents=True)
         self.base: BaseModel | None = None
@@ -153,25 +159,33 @@ class Runtime:
         """Every name that a request can be for: the base, each model, and its loaded policies."""
         return [*([self.base.name] if self.base else []), *map(str, self._newest), *self._in_use]
 
-    async def publish(self, manifest: Manifest) -> None:
-        """Serve a step as the newest of its model, from the next request on."""
-        await self._load(manifest)
+    def set_newest(self, manifest: Manifest) -> None:
+        """From the next request on, its model's plain name means this step."""
         self._newest[manifest.name] = manifest
-        await self._unload_idle()
 
-    def folder(self, manifest: Manifest) -> Path:
-        return self.cache / manifest.project / manifest.model / f"{manifest.step:06d}"
+    def folder(self, manifest: Manifest, kind: str = "steps") -> Path:
+        return self.cache / kind / manifest.project / manifest.model / f"{manifest.step:06d}"
 
     @contextmanager
     def new_folder(self, draft: Manifest) -> Iterator[Path]:
-        """An empty folder for a step's files; kept as its cache when the step was made."""
+        """An empty folder for a step's files; kept as its cache when the step was made.
+
+        Raises `StoreFullError` if there is no space for them.
+        """
         folder = self.folder(draft)
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
         try:
+            partial.mkdir(parents=True)
             yield partial
             partial.rename(folder)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise StoreFullError(
+                f"No space left for {draft.policy} in {self.cache} ({error.strerror}): the step "
+                "was not made. Free some space on the server's disk and repeat."
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -180,6 +194,13 @@ class Runtime:
         folder = self.folder(manifest)
         folder.parent.mkdir(parents=True, exist_ok=True)
         return self.checkpoints(manifest.name).fetch(manifest, folder)
+
+    def fetch_reference(self, name: ModelName, step: int) -> Path:
+        """The adapter that a KL penalty pulls towards, where no unloading removes it."""
+        manifest = self.checkpoints(name).read(step)
+        folder = self.folder(manifest, "references")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return self.checkpoints(name).fetch(manifest, folder, only="adapter/") / "adapter"
 
     @asynccontextmanager
     async def policy(self, requested: str) -> AsyncIterator[str | None]:
@@ -191,14 +212,12 @@ class Runtime:
             yield None
             return
         manifest = await self._find(requested)
-        if manifest.policy not in self._in_use:
-            await self._load(manifest)
+        await self.load(manifest)
         self._in_use[manifest.policy] += 1
         try:
             yield manifest.policy
         finally:
             self._in_use[manifest.policy] -= 1
-            await self._unload_idle()
 
     async def _find(self, requested: str) -> Manifest:
         try:
@@ -213,7 +232,10 @@ class Runtime:
                 f"The model {requested!r} does not exist. There are: {', '.join(self.names())}."
             ) from None
 
-    async def _load(self, manifest: Manifest) -> None:
+    async def load(self, manifest: Manifest) -> None:
+        """Let the engine serve a step, unless it does already."""
+        if manifest.policy in self._in_use:
+            return
         async with self._loading:
             if manifest.policy in self._in_use:
                 return
@@ -222,22 +244,31 @@ class Runtime:
                     f"{manifest.policy} is an adapter of {manifest.base_model}; this server holds "
                     f"{self.base_name}. Start a server with that base model."
                 )
+            await self._make_room()
             folder = await asyncio.to_thread(self.fetch, manifest)
             await self.engine.load(manifest.policy, folder / "adapter")
             self._folders[manifest.policy] = folder
             self._in_use[manifest.policy] = 0
 
-    async def _unload_idle(self) -> None:
-        """Drop what was loaded longest ago beyond `POLICIES_LOADED`; never the newest of a model,
-        never one that a request uses."""
+    async def unload(self, policy: str) -> None:
+        """Stop serving a step, unless a request uses it or the engine does not serve it."""
+        async with self._loading:
+            await self._unload(policy)
+
+    async def _make_room(self) -> None:
+        """Before a load: drop what was loaded longest ago, never the newest step of a model."""
         newest = {manifest.policy for manifest in self._newest.values()}
-        for policy, users in list(self._in_use.items()):
-            if len(self._in_use) <= POLICIES_LOADED:
+        for policy in list(self._in_use):
+            if len(self._in_use) < POLICIES_LOADED:
                 return
-            if users == 0 and policy not in newest and self._in_use.get(policy) == 0:
-                del self._in_use[policy]
-                await self.engine.unload(policy)
-                shutil.rmtree(self._folders.pop(policy))
+            if policy not in newest:
+                await self._unload(policy)
+
+    async def _unload(self, policy: str) -> None:
+        if self._in_use.get(policy) == 0:
+            del self._in_use[policy]
+            await self.engine.unload(policy)
+            await asyncio.to_thread(shutil.rmtree, self._folders.pop(policy))
 
 
 def package_versions() -> dict[str, str]:
