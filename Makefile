@@ -26,7 +26,7 @@ demo: .venv/demo  ## train an agent on this machine (ENGINE=, ARGS="--control --
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
 test: .venv/dev  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
 
 check: .venv/dev  ## lint and type-check
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
             make_tiny_model(folder)
             done.touch()
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With ART_REQUIRE_REAL=1 nothing is skipped: what can't run here fails, with its reason."""
+    report = yield
+    if report.skipped and os.environ.get("ART_REQUIRE_REAL") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and ART_REQUIRE_REAL=1: {report.longrepr}"
+    return report

@@ -48,6 +48,7 @@ def plot(result: DemoResult, path: Path) -> Path:
         title="Tic-tac-toe against a random opponent",
         xlabel="GRPO step",
         ylabel="games won",
+        xlim=(-0.08 * result.steps, 1.08 * result.steps),
         ylim=(0, 1),
     )
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -62,11 +63,18 @@ def _draw(axes: Axes, curve: Curve, color: str, label: str) -> None:
     steps = range(len(curve.by_step))
     axes.scatter(steps, curve.by_step, s=9, color=color, alpha=0.35, linewidths=0)
     axes.plot(steps, _smooth(curve.by_step), color=color, label=label)
-    for step, counts in ((0, curve.before), (len(curve.by_step), curve.after)):
+    ends = ((0, curve.before, (-10, "right")), (len(curve.by_step), curve.after, (10, "left")))
+    for step, counts, (offset, align) in ends:
         rate, error = win_rate(counts), 1.96 * _standard_error(counts)
         axes.errorbar(step, rate, error, color=color, fmt="o", capsize=3, markersize=6)
         axes.annotate(
-            f"{rate:.0%}", (step, rate), (8, 6), textcoords="offset points", color=INK, fontsize=9
+            f"{rate:.0%}",
+            (step, rate),
+            (offset, 0),
+            textcoords="offset points",
+            horizontalalignment=align,
+            verticalalignment="center",
+            color=INK,
         )
 
 

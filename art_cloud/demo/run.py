@@ -6,6 +6,7 @@ each group. What the two differ by is what was learned from the reward, and from
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -191,10 +192,14 @@ async def run_demo(
 
 
 def _make_base_model(folder: Path) -> Path:
-    if find_spec("art_server") is None or find_spec("torch") is None:
+    missing = [name for name in ("art_server", "torch", "matplotlib") if find_spec(name) is None]
+    if missing:
         raise ConfigError(
-            "The demo trains on this machine and needs the server: pip install 'art-cloud[demo]'."
+            f"The demo trains and plots on this machine, and {', '.join(missing)} is not "
+            "installed here: pip install 'art-cloud[demo]'."
         )
+    # a model this small is faster on one thread, and the server inherits it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not (folder / "config.json").exists():
         say("Making a small language model of 1.7 M parameters ...")
         command = [sys.executable, "-m", "art_server.tiny_model", str(folder)]
