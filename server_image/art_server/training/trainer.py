@@ -78,7 +78,8 @@ class Trainer:
 
     def create(self, name: str, lora: LoRAConfig) -> None:
         """Make a fresh adapter, the same for the same `lora`. Replaces one of that name."""
-        self._replace(name, _learner(self._adapters, self._adapters.create(lora), lora.seed))
+        key = self._adapters.create(lora)
+        self._replace(name, _Learner(key, lora.seed, self._adapters.parameters(key)))
 
     def unload(self, name: str) -> None:
         self._adapters.delete(self._learner(name).key)
@@ -263,10 +264,6 @@ class Trainer:
         if name in self._learners:
             self.unload(name)
         self._learners[name] = learner
-
-
-def _learner(adapters: Adapters, key: str, seed: int) -> _Learner:
-    return _Learner(key, seed, adapters.parameters(key))
 
 
 def _moments(learner: _Learner) -> dict[str, Tensor]:
