@@ -29,13 +29,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
     return folder
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     """With ART_REQUIRE_REAL=1 nothing is skipped: what can't run here fails, with its reason."""
-    report = yield
     if report.skipped and os.environ.get("ART_REQUIRE_REAL") == "1":
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} was skipped, and ART_REQUIRE_REAL=1: {report.longrepr}"
+        report.longrepr = f"{report.nodeid} was skipped, and ART_REQUIRE_REAL=1: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _forbid_skip(report)
     return report
