@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 
 import platformdirs
 import uvicorn
@@ -80,16 +81,35 @@ def listen(port: int) -> socket.socket:
     return listener
 
 
+def make_state_folder(state: Path) -> Path:
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"The folder {state} can't be made ({error.strerror}). Give another --state."
+        ) from None
+    return state
+
+
 class Server(uvicorn.Server):
-    """uvicorn, but a signal only asks to stop: the running job is finished or left first."""
+    """uvicorn, but signals are not its business: the running job is finished or left first."""
 
-    def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
-        super().__init__(config)
-        self.stop = stop
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.stop.is_set() and sig == signal.SIGINT
-        self.stop.set()
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """SIGTERM and SIGINT ask to stop; a second SIGINT ends the process on the spot."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
 
 
 async def serve(options: argparse.Namespace, token: str) -> None:
@@ -105,13 +125,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     from .runtime import Runtime, Settings
 
     home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
-    state = options.state or home / "servers" / name
-    try:
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"The folder {state} can't be made ({error.strerror}). Give another --state."
-        ) from None
+    state = make_state_folder(options.state or home / "servers" / name)
     store = options.store or (home / "store").as_uri()
     max_bytes = options.max_body << 20
 
@@ -124,11 +138,12 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         options.idle, busy=lambda: jobs.current is not None or runtime.sampling, stop=stop.set
     )
     app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, touch=guardian.touch)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False), stop)
+    server = Server(uvicorn.Config(app, log_config=None, access_log=False))
     if options.model:
         await runtime.open_base(options.model)
     await programs.reopen(journal.models())
 
+    stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
     watching = asyncio.create_task(guardian.watch())
     stopped = asyncio.create_task(stop.wait())
