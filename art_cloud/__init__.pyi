@@ -5,6 +5,7 @@ from .config import LoRAConfig, SFTConfig, TrainConfig
 from .errors import (
     ArtCloudError,
     AuthError,
+    CanaryError,
     ConfigError,
     ConflictError,
     ContextLengthError,
@@ -46,6 +47,7 @@ __all__ = [
     "ArtCloudError",
     "AuthError",
     "Backend",
+    "CanaryError",
     "CheckpointInfo",
     "ConfigError",
     "ConflictError",

@@ -34,7 +34,7 @@ def make_batch(
         )
     kept: list[TrainGroup] = []
     samples: list[Sample] = []
-    skipped = 0
+    skipped = masked = 0
     for number, group in enumerate(given):
         where = f"Group {number}{_told(group.metadata)}"
         if len(group) < 2:
@@ -46,7 +46,9 @@ def make_batch(
         for place, trajectory in enumerate(group):
             what = f"{where}, trajectory {place}{_told(trajectory.metadata)}"
             rewards.append(_reward(trajectory, what))
-            found = _samples(trajectory, name, what)
+            sampled = _samples(trajectory, name, what)
+            found = _unmasked(sampled, what, config)
+            masked += len(sampled) - len(found)
             indices.append(list(range(len(samples), len(samples) + len(found))))
             samples += found
         kept.append(TrainGroup(rewards=rewards, samples=indices))
@@ -57,6 +59,7 @@ def make_batch(
         )
     metrics = {f"trajectory/{key}": value for key, value in mean_metrics(given).items()}
     metrics["groups_too_small"] = float(skipped)
+    metrics["samples_masked"] = float(masked)
     return TrainBatch(groups=kept, samples=samples, config=config, metrics=metrics)
 
 
@@ -167,6 +170,26 @@ def _samples(trajectory: Trajectory, name: ModelName, what: str) -> list[Sample]
                 "model.get_inference_name()."
             )
     return samples
+
+
+def _unmasked(samples: list[Sample], what: str, config: TrainConfig) -> list[Sample]:
+    """The samples whose logprobs are the model's own."""
+    unmasked = [sample for sample in samples if not sample.masked]
+    if len(unmasked) < len(samples) and config.masked_samples == "refuse":
+        raise UntrainableError(
+            f"{what}: {len(samples) - len(unmasked)} of its {len(samples)} samples were drawn from "
+            "a masked distribution (structured output, a forced tool, a bias or a penalty). Their "
+            "logprobs are not the model's, and the importance ratio would be wrong. Ask for the "
+            'format in the prompt and reward it, or train with masked_samples="skip": then the '
+            "other samples are learned from."
+        )
+    if not unmasked:
+        raise UntrainableError(
+            f"{what}: all of its {len(samples)} samples were drawn from a masked distribution "
+            "(structured output, a forced tool, a bias or a penalty), so there is nothing to "
+            "learn from it. Ask for the format in the prompt and reward it."
+        )
+    return unmasked
 
 
 def _model_of(policy: str) -> ModelName | None:

@@ -81,6 +81,10 @@ class TrainConfig(Frozen):
     max_grad_norm: FiniteFloat = Field(1.0, gt=0)
     weight_decay: FiniteFloat = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
+    masked_samples: Literal["refuse", "skip"] = "refuse"
+    """What becomes of samples that a grammar or a forced tool had a say in (`Sample.masked`). Their
+    logprobs are not the model's, so no loss on them is right. "skip" learns from the trajectory's
+    other samples, as if the masked ones were the environment's."""
 
     @model_validator(mode="after")
     def _fixed_needs_a_length(self) -> TrainConfig:

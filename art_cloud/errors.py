@@ -18,6 +18,7 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
     │   ├── ServerStoppingError      the server is on its way out (503)
     │   └── VersionMismatchError     client and server are of different versions
     ├── JobError                     a job ended without its step
+    │   └── CanaryError              the engine would serve other weights than were trained
     ├── StoreError
     │   ├── StoreUnavailableError    the store did not answer: never read as "empty"
     │   ├── StoreFullError           no space left; the step before is whole
@@ -104,6 +105,10 @@ class VersionMismatchError(ServerError):
 
 class JobError(ArtCloudError):
     code = "job_failed"
+
+
+class CanaryError(JobError):
+    code = "canary_failed"
 
 
 class StoreError(ArtCloudError):

@@ -53,6 +53,9 @@ class Sample(Received):
     logprobs: list[FiniteFloat]
     policy: str
     temperature: FiniteFloat = 1.0
+    masked: bool = False
+    """Whether a grammar, a forced tool, a bias or a penalty had a say in what was sampled: the
+    logprobs are then not the model's own, and nothing is trained on them."""
 
 
 class ServerInfo(Received):

@@ -78,6 +78,7 @@ class Entry(Frozen):
     completion: NonNegativeInt
     policy: NonNegativeInt
     temperature: FiniteFloat
+    masked: bool = False
 
 
 class Header(Frozen):
@@ -112,6 +113,7 @@ def encode_batch(batch: TrainBatch) -> bytes:
                 completion=len(sample.completion_ids),
                 policy=policies.index(sample.policy),
                 temperature=sample.temperature,
+                masked=sample.masked,
             )
         )
         before = key
@@ -184,6 +186,7 @@ def decode_batch(body: bytes, max_bytes: int) -> TrainBatch:
                 logprobs=sampled,
                 policy=header.policies[entry.policy],
                 temperature=entry.temperature,
+                masked=entry.masked,
             )
         return TrainBatch(
             groups=header.groups,

@@ -31,6 +31,11 @@ def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
                 "learn from it."
             )
     for number, sample in enumerate(batch.samples):
+        if sample.masked:
+            raise UntrainableError(
+                f"Sample {number} (by {sample.policy}) was drawn from a masked distribution, so "
+                "its logprobs are not the model's. Leave it out of the batch."
+            )
         top = max((*sample.prompt_ids, *sample.completion_ids), default=0)
         if top >= vocabulary:
             raise UntrainableError(

@@ -142,6 +142,7 @@ def test_a_batch_has_rewards_samples_and_means() -> None:
         "trajectory/turns": 3,
         "trajectory/exception_rate": 0,
         "groups_too_small": 0,
+        "samples_masked": 0,
     }
 
 

@@ -28,7 +28,12 @@ class Engine(Protocol):
     """Serves the base model and any number of policies at once.
 
     Every choice carries `sample` (an `art_cloud.protocol.Sample` as a dict; `policy` is the served
-    policy, or the base model's name): in a stream, on the chunk that has its `finish_reason`.
+    policy, or the base model's name): in a stream, on the chunk that has its `finish_reason`. The
+    gateway sets its `masked` (`masking.is_masked`), whatever the engine.
+
+    There is no method to score a text with: the canary (`art_server.canary`) compares the `sample`s
+    of an ordinary request with the trainer, so that it takes the way that rollouts take, through
+    the prefix cache and all.
     """
 
     name: str
@@ -47,6 +52,9 @@ class Engine(Protocol):
 
     async def unload(self, policy: str) -> None:
         """Refuse new requests for `policy`; its weights go when those in flight are done.
+
+        A name that nobody uses any more may be loaded again from another folder (of a step that was
+        not counted in the end): nothing cached of the former weights may answer for it.
 
         Raises `NotFoundError` if it is not loaded.
         """
