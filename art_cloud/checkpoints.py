@@ -183,8 +183,12 @@ class Checkpoints:
         )
 
     def log(self, split: str, step: int, metrics: Metrics) -> None:
-        """Keep what was measured about a step; `infos` shows it as `split/metric`."""
-        self.read(step)
+        """Keep what was measured about a step; `infos` shows it as `split/metric`.
+
+        A model that is only prompted has no steps: what is logged of it is kept under step 0.
+        """
+        if self.steps():
+            self.read(step)
         entry = LoggedMetrics(split=split, step=step, metrics=metrics, logged_at=datetime.now(UTC))
         key = f"{self.name}/metrics/{step:06d}-{uuid4().hex}.json"
         self.store.create(key, entry.model_dump_json().encode())
