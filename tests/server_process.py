@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def _main(log: Path, arguments: list[str], token: str | None, largest_file: int | None) -> None:
     from art_server.__main__ import main
+    from tqdm import tqdm
 
+    tqdm.set_lock(threading.RLock())  # its own would be of multiprocessing's, lost when killed
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
