@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from statistics import fmean
 
 from art_cloud.checkpoints import Manifest, Parent
@@ -18,7 +19,6 @@ from art_cloud.errors import (
     ConflictError,
     CorruptBlobError,
     NotFoundError,
-    ServerStoppingError,
 )
 from art_cloud.names import ModelName
 from art_cloud.protocol import (
@@ -64,7 +64,8 @@ class Programs:
         await self.runtime.open_base(request.base_model)
         if manifest is None:
             report({"phase": "making step 0"})
-            manifest = await self.runtime.in_training_thread(self._make_step_0, name, request)
+            draft = await self.runtime.in_training_thread(self._make_step_0, name, request)
+            manifest = await self._publish(draft)
         await self._serve(manifest)
         return _result(manifest)
 
@@ -95,7 +96,7 @@ class Programs:
             )
             metrics |= self.runtime.trainer.optim_step(str(name), adam(config))
             metrics["seconds"] = time.perf_counter() - started
-            return self._commit_next(job, newest, metrics | batch.metrics)
+            return _next(job, newest, metrics | batch.metrics)
 
         return await self._step(name, step, report)
 
@@ -143,7 +144,7 @@ class Programs:
                 "tokens_per_second": tokens / seconds,
                 "seconds": seconds,
             }
-            return self._commit_next(job, newest, metrics)
+            return _next(job, newest, metrics)
 
         return await self._step(name, step, report)
 
@@ -151,22 +152,33 @@ class Programs:
         self, name: ModelName, step: Callable[[], Manifest], report: Report
     ) -> StepResult:
         try:
-            manifest = await self.runtime.in_training_thread(step)
+            draft = await self.runtime.in_training_thread(step)
+            report({"phase": f"loading {draft.policy}"})
+            manifest = await self._publish(draft)
         except BaseException:
             # what the trainer holds may be half a step: the next job reads the newest one again
             self._resident.pop(name, None)
             raise
         self._resident[name] = manifest.step
         self._calls[name][manifest.call_id] = manifest.step
-        try:
-            report({"phase": f"loading {manifest.policy}"})
-            await self.runtime.load(manifest)
-        except ServerStoppingError:
-            raise
-        except Exception:
-            log.exception("%s is counted; the next request for it loads it", manifest.policy)
-        self.runtime.set_newest(manifest)
         return _result(manifest)
+
+    async def _publish(self, draft: Manifest) -> Manifest:
+        """Make what the trainer holds the step `draft`: served and compared first, then counted."""
+        runtime = self.runtime
+
+        def save() -> Path:
+            with runtime.new_folder(draft) as folder:
+                runtime.trainer.save_state(str(draft.name), folder)
+            return runtime.folder(draft)
+
+        folder = await runtime.in_training_thread(save)
+        async with runtime.serving(draft, folder) as canary:
+            compared = draft.model_copy(update={"metrics": draft.metrics | {"canary": canary}})
+            checkpoints = runtime.checkpoints(draft.name)
+            manifest = await runtime.in_training_thread(checkpoints.commit, compared, folder)
+            runtime.set_newest(manifest)
+        return manifest
 
     async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:
         """The result of this very call, if its step is in the store already."""
@@ -199,44 +211,37 @@ class Programs:
     def _make_step_0(self, name: ModelName, request: RegisterRequest) -> Manifest:
         self.runtime.trainer.create(str(name), request.lora)
         self._resident[name] = 0
-        return self._commit(
-            Manifest(
-                project=name.project,
-                model=name.model,
-                step=0,
-                kind="init",
-                call_id=INIT,
-                parent=None,
-                base_model=request.base_model,
-                lora=request.lora,
-                versions=package_versions(),
-            )
+        return Manifest(
+            project=name.project,
+            model=name.model,
+            step=0,
+            kind="init",
+            call_id=INIT,
+            parent=None,
+            base_model=request.base_model,
+            lora=request.lora,
+            versions=package_versions(),
         )
 
     def _make_resident(self, newest: Manifest) -> None:
         if self._resident.get(newest.name) != newest.step:
             self.runtime.trainer.load_state(str(newest.name), self.runtime.fetch(newest))
 
-    def _commit_next(self, job: JobInfo, newest: Manifest, metrics: Metrics) -> Manifest:
-        return self._commit(
-            Manifest(
-                project=newest.project,
-                model=newest.model,
-                step=newest.step + 1,
-                kind="train" if job.kind == "train" else "sft",
-                call_id=job.id,
-                parent=Parent(project=newest.project, model=newest.model, step=newest.step),
-                base_model=newest.base_model,
-                lora=newest.lora,
-                metrics=metrics,
-                versions=package_versions(),
-            )
-        )
 
-    def _commit(self, draft: Manifest) -> Manifest:
-        with self.runtime.new_folder(draft) as folder:
-            self.runtime.trainer.save_state(str(draft.name), folder)
-            return self.runtime.checkpoints(draft.name).commit(draft, folder)
+def _next(job: JobInfo, newest: Manifest, metrics: Metrics) -> Manifest:
+    """The step that `job` makes from `newest`, without its files."""
+    return Manifest(
+        project=newest.project,
+        model=newest.model,
+        step=newest.step + 1,
+        kind="train" if job.kind == "train" else "sft",
+        call_id=job.id,
+        parent=Parent(project=newest.project, model=newest.model, step=newest.step),
+        base_model=newest.base_model,
+        lora=newest.lora,
+        metrics=metrics,
+        versions=package_versions(),
+    )
 
 
 def adam(config: TrainConfig | SFTConfig, learning_rate: float | None = None) -> AdamParams:

@@ -29,6 +29,7 @@ from art_cloud.names import ModelName, PolicyName
 from art_cloud.protocol import ModelInfo
 from art_cloud.store import NO_SPACE, open_store
 
+from .canary import Canary
 from .inference import Engine, EngineStats, TransformersEngine
 from .training import BaseModel, Trainer, load_base
 
@@ -59,6 +60,7 @@ class Runtime:
         self.base: BaseModel | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
+        self._canary: Canary | None = None
         self._newest: dict[ModelName, Manifest] = {}
         self._in_use: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
@@ -124,6 +126,7 @@ class Runtime:
         if self.base is None:
             log.info("loading %s", name)
             base = await self.in_training_thread(load_base, name)
+            self._canary = Canary(base)
             engine = TransformersEngine(base.model, base.tokenizer, base.name, base.context_length)
             await engine.start()
             self.base, self._engine, self._trainer = base, engine, Trainer(base)
@@ -164,11 +167,13 @@ class Runtime:
         self._newest[manifest.name] = manifest
 
     def folder(self, manifest: Manifest, kind: str = "steps") -> Path:
-        return self.cache / kind / manifest.project / manifest.model / f"{manifest.step:06d}"
+        """A path of its own for each step, also for one that is made again by another call."""
+        step = f"{manifest.step:06d}-{manifest.call_id}"
+        return self.cache / kind / manifest.project / manifest.model / step
 
     @contextmanager
     def new_folder(self, draft: Manifest) -> Iterator[Path]:
-        """An empty folder for a step's files; kept as its cache when the step was made.
+        """An empty folder for a step's files; in place as its cache when the block is through.
 
         Raises `StoreFullError` if there is no space for them.
         """
@@ -249,6 +254,36 @@ class Runtime:
             await self.engine.load(manifest.policy, folder / "adapter")
             self._folders[manifest.policy] = folder
             self._in_use[manifest.policy] = 0
+
+    @asynccontextmanager
+    async def serving(self, draft: Manifest, folder: Path) -> AsyncIterator[float]:
+        """Let the engine serve a step that is not counted yet, from `folder`; the canary's value.
+
+        If the block fails, both the engine and the cache forget the step. The trainer has to hold
+        its weights. Raises `CanaryError` if the engine serves others.
+        """
+        async with self._loading:
+            await self._make_room()
+            self._in_use[draft.policy] = 1
+            self._folders[draft.policy] = folder
+        try:
+            await self.engine.load(draft.policy, folder / "adapter")
+            yield await self._compare(draft)
+        except BaseException:
+            self._in_use[draft.policy] = 0
+            if draft.policy in self.engine.policies():
+                await self.unload(draft.policy)
+            else:
+                del self._in_use[draft.policy]
+                shutil.rmtree(self._folders.pop(draft.policy))
+            raise
+        self._in_use[draft.policy] -= 1
+
+    async def _compare(self, draft: Manifest) -> float:
+        assert self._canary is not None
+        sampled = await self._canary.sample(self.engine, draft.policy)
+        scores = await self.in_training_thread(self.trainer.logprobs, str(draft.name), sampled)
+        return self._canary.compare(draft.policy, sampled, scores)
 
     async def unload(self, policy: str) -> None:
         """Stop serving a step, unless a request uses it or the engine does not serve it."""

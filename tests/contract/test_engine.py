@@ -469,3 +469,16 @@ async def test_closing_ends_what_is_in_flight(tiny_model):
                 await task
         with pytest.raises(ServerStoppingError):
             await engine.create(CHAT, chat(), None)
+
+
+async def test_a_freed_name_answers_with_the_weights_that_it_is_loaded_from_next(
+    engine, adapters, reference
+):
+    body = text("The quick brown fox jumps over the lazy dog. " * 4, ignore_eos=True)
+    await engine.load("p/draft@1", adapters["p/m@1"])
+    await engine.create(TEXT, body, "p/draft@1")
+    await engine.unload("p/draft@1")
+    await engine.load("p/draft@1", adapters["p/m@2"])
+    sample = (await engine.create(TEXT, body, "p/draft@1"))["choices"][0]["sample"]
+    assert reference.error(sample | {"policy": "p/m@2"}) < EXACT
+    assert reference.error(sample | {"policy": "p/m@1"}) > 100 * EXACT

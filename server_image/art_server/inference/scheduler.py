@@ -97,10 +97,9 @@ class Scheduler(threading.Thread):
 
     def load(self, policy: str, folder: Path) -> None:
         """A command: run it with `call`."""
-        if policy in self._retired:  # its weights are still there, and its name means no others
-            self._retired.discard(policy)
-        else:
-            self._model.load(policy, folder)
+        self._free_retired()
+        self._model.load(policy, folder)
+        self._retired.discard(policy)
 
     def stop(self) -> None:
         self._stopping = True
