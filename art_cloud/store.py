@@ -97,8 +97,8 @@ def sha256_of(path: Path) -> Blob:
 
 
 class FileStore:
-    """A folder. A file is written beside its place, synced, then linked into it: `os.link` fails
-    where the name exists, which is what makes `create` have one winner."""
+    """A folder. A file is written beside its place, synced, then put there in one go. A key is put
+    by `os.link`, which fails where the name exists: `create` has one winner."""
 
     def __init__(self, root: Path, *, create: bool = False) -> None:
         self.root = root.resolve()
@@ -123,7 +123,14 @@ class FileStore:
         path = self._path(key)
         with self._errors(f"write {key}"), self._staged() as staged:
             staged.write_bytes(data)
-            return self._place(staged, path)
+            _sync(staged)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(staged, path)
+            except FileExistsError:
+                return False
+            _sync(path.parent)
+            return True
 
     def list(self, prefix: str) -> list[str]:
         folder = self._path(prefix)
@@ -152,7 +159,9 @@ class FileStore:
             if not (target.exists() and target.stat().st_size == blob.size):
                 with self._staged() as staged:
                     shutil.copyfile(source, staged)
-                    self._place(staged, target)
+                    _sync(staged)
+                    staged.replace(target)
+                    _sync(self.blobs)
             return blob
 
     def get_blob(self, blob: Blob, target: Path) -> None:
@@ -204,17 +213,6 @@ class FileStore:
             yield staged
         finally:
             staged.unlink(missing_ok=True)
-
-    @staticmethod
-    def _place(staged: Path, target: Path) -> bool:
-        _sync(staged)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(staged, target)
-        except FileExistsError:
-            return False
-        _sync(target.parent)
-        return True
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
