@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parent / "results"
 
-def machine() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()}, {cores} cores, Python {platform.python_version()}"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+MACHINE = f"{platform.machine()}, {CORES} cores, Python {platform.python_version()}"
 
 
 def report(
@@ -20,9 +22,13 @@ def report(
     peer_name: str,
     ratio: float,
     unit: str,
+    machine: str = MACHINE,
     **extra: Any,
 ) -> None:
-    """Print the result as one JSON object; a ratio above 1 means that ours is better."""
+    """Print the result as one JSON object; a ratio above 1 means that ours is better.
+
+    With SAVE=1 in the environment it is kept in `results/` too, under its date.
+    """
     result = {
         "benchmark": benchmark,
         "ours": ours,
@@ -30,7 +36,10 @@ def report(
         "peer_name": peer_name,
         "ratio": round(ratio, 2),
         "unit": unit,
-        "machine": machine(),
-        **extra,
-    }
+        "machine": machine,
+    } | extra
+    if os.environ.get("SAVE") == "1":
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        path = RESULTS / f"{benchmark}-{date}.json"
+        path.write_text(json.dumps({"date": date, **result}, indent=2) + "\n")
     print(json.dumps(result))

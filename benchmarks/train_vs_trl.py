@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import json
 import random
 import statistics
@@ -44,7 +43,7 @@ import trl
 from art_server.tiny_model import make_tokenizer
 from art_server.training import AdamParams, BaseModel, Datum, Trainer, group_advantages
 from datasets import Dataset
-from harness import machine, report
+from harness import MACHINE, report
 from peft import LoraConfig, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, TrainerCallback
@@ -54,7 +53,6 @@ from art_cloud.config import LoRAConfig, TrainConfig
 
 NAME = "bench"
 LEARNING_RATE = 1e-5
-RESULTS = Path(__file__).parent / "results"
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16, NVIDIA's data sheets
 
 
@@ -325,7 +323,6 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "0.6b", "4b"], default="tiny")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=None, help="TRL's per-device batch size")
-    parser.add_argument("--save", action="store_true", help=f"write into {RESULTS.name}/")
     parser.add_argument("--memory", nargs=2, metavar=("SIDE", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     batch = options.batch or (4 if options.model == "tiny" else 1)
@@ -336,22 +333,17 @@ def main() -> None:
         return
     found = [measure(options.model, case, options.rounds, batch) for case in cases(options.model)]
     first = found[0]
-    hardware = torch.cuda.get_device_name() if options.model != "tiny" else machine()
-    if options.save:
-        date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        result = {"date": date, "machine": hardware, "threads": torch.get_num_threads()}
-        result |= {"torch": torch.__version__, "trl": trl.__version__, "cases": found}
-        path = RESULTS / f"train_vs_trl-{options.model}-{date}.json"
-        path.write_text(json.dumps(result | {"trl_batch": batch}, indent=2) + "\n")
     report(
-        "train_vs_trl",
+        "train_vs_trl" if options.model == "tiny" else f"train_vs_trl-{options.model}",
         first["ours"]["seconds"],
         first["trl"]["seconds"],
         "TRL GRPOTrainer",
         first["ratio"],
         "seconds per step",
-        model=options.model,
+        machine=torch.cuda.get_device_name() if options.model != "tiny" else MACHINE,
         threads=torch.get_num_threads(),
+        versions={"torch": torch.__version__, "trl": trl.__version__},
+        trl_batch=batch,
         cases=found,
     )
 
