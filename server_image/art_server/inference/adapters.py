@@ -49,7 +49,7 @@ class AdapterModel:
                 f"Policy {policy!r} is loaded from another folder. A name always means one set of "
                 "weights: load this one under a new step."
             )
-        _check_adapter(folder)
+        check_adapter(folder)
         self._loaded += 1
         name = f"policy_{self._loaded}"  # a module's name may not contain a dot
         device = str(self.device)
@@ -124,7 +124,8 @@ class AdapterModel:
         return args, {**kwargs, "adapter_names": self._row_names}
 
 
-def _check_adapter(folder: Path) -> None:
+def check_adapter(folder: Path) -> int:
+    """The rank of the plain LoRA in `folder`. Raises `ConfigError` if there is none."""
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"There is no adapter_model.safetensors in {folder}.")
     try:
@@ -135,6 +136,7 @@ def _check_adapter(folder: Path) -> None:
         ) from error
     if not isinstance(config, LoraConfig) or config.use_dora or config.modules_to_save:
         raise ConfigError(
-            f"The adapter in {folder} is not plain LoRA ({config.peft_type}). The transformers "
-            "engine serves LoRA without DoRA and without modules_to_save."
+            f"The adapter in {folder} is not plain LoRA ({config.peft_type}). This server serves "
+            "LoRA without DoRA and without modules_to_save."
         )
+    return max([config.r, *(config.rank_pattern or {}).values()])

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from art_cloud.errors import NotFoundError
+
 Route = Literal["chat/completions", "completions"]
 
 
@@ -78,3 +80,7 @@ class Engine(Protocol):
         """
 
     def stats(self) -> EngineStats: ...
+
+
+def not_loaded(policy: str) -> NotFoundError:
+    return NotFoundError(f"Policy {policy!r} is not loaded. Ask for one that GET /v1/models lists.")

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
-from art_cloud.errors import ArtCloudError, NotFoundError, ServerError, ServerStoppingError
+from art_cloud.errors import ArtCloudError, ServerError, ServerStoppingError
 
 from .adapters import AdapterModel
 from .detokenize import Decode, TextStream
-from .engine import EngineStats
+from .engine import EngineStats, not_loaded
 from .generation import Event, FinishReason, Generation, Piece, Row, Token
 from .kv_batch import KVBatch
 from .sampling import Drawn, Sampler
@@ -339,10 +339,6 @@ class Scheduler(threading.Thread):
             self._loop.call_soon_threadsafe(_hand_out, events)
         except RuntimeError:  # the loop is closed: nobody is left to tell
             self._stopping = True
-
-
-def not_loaded(policy: str) -> NotFoundError:
-    return NotFoundError(f"Policy {policy!r} is not loaded. Ask for one that GET /v1/models lists.")
 
 
 def _sampler(rows: Sequence[Row], device: torch.device) -> Sampler:

@@ -19,13 +19,13 @@ from art_cloud.errors import (
 )
 
 from .adapters import AdapterModel
-from .engine import EngineStats, Route
+from .engine import EngineStats, Route, not_loaded
 from .generation import Event, Generation, Piece
 from .prompts import read_chat, read_prompts, room
 from .requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .responses import Responder
 from .sampling import SamplingParams
-from .scheduler import Scheduler, not_loaded
+from .scheduler import Scheduler
 
 
 class TransformersEngine:

@@ -1,0 +1,325 @@
+"""The engine `vllm`: a vLLM server of its own, and a proxy to it that says what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from art_cloud.errors import (
+    ArtCloudError,
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    ServerError,
+    ServerStoppingError,
+    ServerUnavailableError,
+)
+
+from .adapters import check_adapter
+from .engine import EngineStats, Route, not_loaded
+from .vllm_bodies import Call, prepare, refused
+from .vllm_process import BASE, VllmProcess, VllmSettings
+
+log = logging.getLogger(__name__)
+
+ROUTES: tuple[Route, ...] = ("chat/completions", "completions")
+STARTS = 3
+"""How often in a row vLLM may fail to come back before its engine gives up."""
+
+
+@dataclass
+class Adapter:
+    folder: Path
+    alias: str
+    """What vLLM calls it. Never used twice: vLLM's prefix cache goes by name and path, so whatever
+    is loaded anew can't meet keys and values of what had the same policy and folder before."""
+    users: int = 0
+    retired: bool = False
+
+
+class VllmEngine:
+    """`art_server.inference.engine.Engine` on a vLLM server.
+
+    When vLLM dies, it is started again with the policies that were loaded: requests in flight fail
+    with `ServerUnavailableError`, those that come meanwhile wait.
+    """
+
+    name = "vllm"
+
+    def __init__(self, settings: VllmSettings, base_model_name: str) -> None:
+        self.settings = settings
+        self.slots = settings.slots
+        self._base_model_name = base_model_name
+        self._process = VllmProcess(settings)
+        self._session: aiohttp.ClientSession | None = None
+        self._known: dict[Route, frozenset[str]] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._loads = 0
+        self._loading = asyncio.Lock()
+        self._ready = asyncio.Event()
+        """Set when requests may go on, be it to their end."""
+        self._reason: str | None = "vLLM is starting"
+        self._ended: ArtCloudError | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self._running = self._waiting = self._tokens_generated = 0
+
+    async def start(self) -> None:
+        await self._launch()
+        self._open()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        self._ended = ServerStoppingError("The inference engine stops. Ask again when it is back.")
+        self._ready.set()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        if self._session is not None:
+            await self._session.close()
+            await self._process.end()
+
+    async def load(self, policy: str, adapter: Path) -> None:
+        folder = adapter.absolute()
+        async with self._loading:
+            if (there := self._adapters.get(policy)) is not None:
+                if there.folder == folder:
+                    return
+                raise ConflictError(
+                    f"Policy {policy!r} is loaded from another folder. A name always means one set "
+                    "of weights: load this one under a new step."
+                )
+            rank = await asyncio.to_thread(check_adapter, folder)
+            if rank > self.settings.max_rank:
+                raise ConfigError(
+                    f"The adapter {policy} has rank {rank}; this server's vLLM was started for "
+                    f"ranks up to {self.settings.max_rank}. Use a lower rank, or --max-rank."
+                )
+            if len(self._adapters) >= self.slots:
+                raise ConflictError(
+                    f"All {self.slots} slots of vLLM are taken. Unload a policy before {policy}."
+                )
+            await self._up()
+            self._loads += 1
+            loaded = Adapter(folder, f"{policy}#{self._loads}")
+            await self._load(loaded)
+            self._adapters[policy] = loaded
+
+    async def unload(self, policy: str) -> None:
+        if (adapter := self._adapters.pop(policy, None)) is None:
+            raise not_loaded(policy)
+        adapter.retired = True
+        if not adapter.users:
+            await self._forget(adapter)
+
+    def policies(self) -> list[str]:
+        return sorted(self._adapters)
+
+    def stats(self) -> EngineStats:
+        waits = self._waiting > 0
+        return EngineStats(
+            self._running, self._waiting, self._tokens_generated, self._reason if waits else None
+        )
+
+    async def create(
+        self, route: Route, body: dict[str, Any], policy: str | None
+    ) -> dict[str, Any]:
+        call = self._prepare(route, body, policy, stream=False)
+        async with self._send(call, policy) as response:
+            answer = call.whole(await _json(response))
+        self._tokens_generated += answer["usage"]["completion_tokens"]
+        return answer
+
+    async def stream(
+        self, route: Route, body: dict[str, Any], policy: str | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        call = self._prepare(route, body, policy, stream=True)
+        async with self._send(call, policy) as response:
+            async for event in _events(response):
+                if "error" in event:
+                    raise ServerError(f"vLLM failed while it answered: {event['error']}.")
+                for chunk in call.chunks(event):
+                    for choice in chunk["choices"]:
+                        if "sample" in choice:
+                            self._tokens_generated += len(choice["sample"]["completion_ids"])
+                    yield chunk
+
+    def _prepare(
+        self, route: Route, body: dict[str, Any], policy: str | None, *, stream: bool
+    ) -> Call:
+        if isinstance(self._ended, ServerStoppingError):
+            raise self._ended
+        return prepare(
+            route,
+            body,
+            policy or self._base_model_name,
+            known=self._known[route],
+            context_length=self.settings.context_length,
+            stream=stream,
+        )
+
+    @asynccontextmanager
+    async def _send(self, call: Call, policy: str | None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """vLLM's answer to a call, with status 200; the policy stays loaded meanwhile."""
+        adapter = None
+        if policy is not None and (adapter := self._adapters.get(policy)) is None:
+            raise not_loaded(policy)
+        if adapter is not None:
+            adapter.users += 1
+        try:
+            await self._up(call.choices)
+            call.payload["model"] = adapter.alias if adapter else BASE
+            self._running += call.choices
+            try:
+                async with self._post(f"/v1/{call.route}", call.payload) as response:
+                    yield response
+            finally:
+                self._running -= call.choices
+        finally:
+            if adapter is not None:
+                adapter.users -= 1
+                if adapter.retired and not adapter.users:
+                    self._in_background(self._forget(adapter))
+
+    @asynccontextmanager
+    async def _post(
+        self, path: str, content: dict[str, Any] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._session is not None
+        data = None if content is None else json.dumps(content, ensure_ascii=False).encode()
+        try:
+            async with self._session.post(
+                path, data=data, headers={"Content-Type": "application/json"}
+            ) as response:
+                if response.status != 200:
+                    raise await self._refusal(response)
+                yield response
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> ArtCloudError:
+        text = await response.text()
+        try:
+            error = json.loads(text)["error"]
+        except (ValueError, LookupError, TypeError):
+            error = {"message": text[:500]}
+        if response.status < 500:
+            return refused(response.status, error)
+        if "EngineDead" in text or "EngineCore" in text:
+            return self._lost(None)
+        return ServerError(f"vLLM failed ({response.status}): {error.get('message')}")
+
+    def _lost(self, error: Exception | None) -> ArtCloudError:
+        if self._ended is not None:
+            return self._ended
+        log.warning("a request was lost with vLLM: %s", error or "its engine died")
+        return ServerUnavailableError(
+            "vLLM went away while it answered this request. It is being started again: send the "
+            "request again."
+        )
+
+    async def _up(self, choices: int = 0) -> None:
+        """Wait until vLLM answers."""
+        self._waiting += choices
+        try:
+            await self._ready.wait()
+        finally:
+            self._waiting -= choices
+        if self._ended is not None:
+            raise self._ended
+
+    def _open(self) -> None:
+        self._reason = None
+        self._ready.set()
+
+    def _hold(self, reason: str) -> None:
+        self._reason = reason
+        self._ready.clear()
+
+    async def _load(self, adapter: Adapter) -> None:
+        body = {"lora_name": adapter.alias, "lora_path": str(adapter.folder)}
+        try:
+            async with self._post("/v1/load_lora_adapter", body):
+                pass
+        except ServerUnavailableError:
+            raise
+        except ServerError as error:
+            raise ConfigError(
+                f"{adapter.folder} is no adapter of this base model: {error}"
+            ) from error
+
+    async def _forget(self, adapter: Adapter) -> None:
+        with suppress(ServerError, InvalidRequestError):  # a vLLM that went away has forgotten it
+            async with self._post("/v1/unload_lora_adapter", {"lora_name": adapter.alias}):
+                pass
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _launch(self) -> None:
+        await self._process.start()
+        self._session = self._process.session()
+        async with self._session.get("/openapi.json") as response:
+            schema = await _json(response)
+        self._known = {route: _parameters(schema, route) for route in ROUTES}
+        for adapter in self._adapters.values():
+            await self._load(adapter)
+
+    async def _watch(self) -> None:
+        """Start vLLM again whenever it ends."""
+        while True:
+            code = await self._process.wait()
+            log.error(
+                "vLLM ended with exit code %s and is started again. Its last lines:\n%s",
+                code,
+                self._process.last_lines(),
+            )
+            self._hold("vLLM is being started again")
+            await self._restart()
+            self._open()
+            if self._ended is not None:
+                return
+
+    async def _restart(self) -> None:
+        for attempt in range(STARTS):
+            assert self._session is not None
+            await self._session.close()
+            await self._process.end()
+            self._process = VllmProcess(self.settings)
+            try:
+                return await self._launch()
+            except ArtCloudError as error:
+                log.error("start %d of %d failed: %s", attempt + 1, STARTS, error)
+                failure = error
+        self._ended = ServerUnavailableError(f"vLLM does not come back. {failure}")
+
+
+async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    return json.loads(await response.read())
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The data of a stream of server-sent events, up to `[DONE]`."""
+    pending = b""
+    async for part in response.content.iter_any():
+        *lines, pending = (pending + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+
+def _parameters(schema: dict[str, Any], route: Route) -> frozenset[str]:
+    """The names that this vLLM's schema has for a route's body."""
+    body = schema["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]
+    name = body["schema"]["$ref"].rpartition("/")[2]
+    return frozenset(schema["components"]["schemas"][name]["properties"])

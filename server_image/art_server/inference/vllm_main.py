@@ -1,0 +1,63 @@
+"""Stock vLLM, with two additions. Run by vLLM's own Python: it imports nothing of ours.
+
+It ends when its standard input does: the one who started it holds the other end, so that nothing is
+left whatever kills that process. And its logprobs are those of the temperature that was sampled at.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+
+def end_with_parent() -> None:
+    """Kill this process group once standard input is at its end."""
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgrp() != os.getpid():
+        raise SystemExit("vllm_main needs a process group of its own: start it with setpgid.")
+    threading.Thread(target=wait, daemon=True, name="parent").start()
+
+
+def temper_logprobs() -> None:
+    """Let `raw_logprobs` be of the model's logits divided by the request's temperature (by 1 where
+    that is 0), before penalties, biases and any top-p, top-k or min-p cut.
+
+    vLLM has "raw" (temperature 1) and "processed" (after every cut); an importance ratio needs what
+    lies between. This is of model runner V1 (vllm/v1/sample/sampler.py).
+    """
+    from vllm.v1.sample import sampler
+
+    class TemperedSampler(sampler.Sampler):
+        _temperature_B: Any = None
+
+        def forward(self, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            self._temperature_B = sampling_metadata.temperature
+            try:
+                return super().forward(logits, sampling_metadata, *args, **kwargs)
+            finally:
+                self._temperature_B = None
+
+        def compute_logprobs(self, logits_BV: Any) -> Any:
+            if self._temperature_B is None:
+                return logits_BV.float().log_softmax(-1)
+            temperature_B = self._temperature_B.clone()
+            temperature_B[temperature_B == 0] = 1.0
+            return (logits_BV.float() / temperature_B[:, None]).log_softmax(-1)
+
+    sampler.Sampler = TemperedSampler
+
+
+if __name__ == "__main__":
+    end_with_parent()
+temper_logprobs()  # also in the processes that vLLM spawns: they import this module, not as main
+if __name__ == "__main__":
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()
