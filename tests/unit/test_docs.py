@@ -1,4 +1,4 @@
-"""The pages say what the code has: every option, metric, command, flag and error, and no dead link."""
+"""The pages say what the code has: options, metrics, commands, flags, errors; and no dead link."""
 
 from __future__ import annotations
 
