@@ -92,7 +92,7 @@ def mean_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 
 
 def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """`reward`: the mean over trajectories; `reward_std_dev`: over groups, of the std in each.
+    """`reward`: the mean over trajectories; `reward_std`: over groups, of the std in each.
 
     Raises:
         UntrainableError: a reward is not finite.
@@ -108,7 +108,7 @@ def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     if not flat:
         return {}
     stds = [pstdev(group) for group in rewards if len(group) > 1]
-    return {"reward": fmean(flat), **({"reward_std_dev": fmean(stds)} if stds else {})}
+    return {"reward": fmean(flat), **({"reward_std": fmean(stds)} if stds else {})}
 
 
 def as_groups(

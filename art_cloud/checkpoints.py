@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -234,7 +235,7 @@ class Checkpoints:
         )
 
 
-def best(infos: list[CheckpointInfo], metric: str) -> CheckpointInfo:
+def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:
     """The step with the highest `metric`; of equals, the later one. Raises `NotFoundError`."""
     having = [info for info in infos if metric in info.metrics]
     if not having:

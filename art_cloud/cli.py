@@ -86,6 +86,8 @@ def up(
         return await fleet.address(started.name)
 
     found = _run(start())
+    if not show_token:
+        del found["token"]
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from .backend import Backend
 from .errors import ArtCloudError, ConfigError, ConflictError, LaunchError, NotFoundError
 from .http import ServerClient
+from .names import whole_path
 from .progress import console, enabled, say
 from .providers import ClusterSpec, Provider, get_provider
 from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
@@ -70,7 +71,7 @@ def up(
         spec = ClusterSpec(
             provider=provider,
             store=store_url(provider, store),
-            base_model=base_model,
+            base_model=base_model and whole_path(base_model),
             engine=engine,
             idle_seconds=parse_duration(idle),
         )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import RootModel
 
-from .errors import ConfigError, NotFoundError
+from .checkpoints import best
+from .errors import ConfigError
 from .http import ServerClient, parse, path_of
 from .names import ModelName
 from .protocol import CheckpointInfo, ForkRequest
@@ -36,15 +37,7 @@ class ModelCheckpoints:
         Raises:
             NotFoundError: none has that metric.
         """
-        kept = await self.list()
-        measured = [info for info in kept if metric in info.metrics]
-        if not measured:
-            known = sorted({name for info in kept for name in info.metrics})
-            raise NotFoundError(
-                f"No step of {self._name} has the metric {metric!r}. There are: "
-                f"{', '.join(known) or 'none'}."
-            )
-        return max(measured, key=lambda info: (info.metrics[metric], info.step))
+        return best(await self.list(), metric)
 
     async def delete(
         self, step: int | None = None, *, keep_best: str | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigError
 
@@ -24,6 +25,15 @@ def check_name(value: str, what: str) -> str:
             "starting with a letter or digit."
         )
     return value
+
+
+def whole_path(base_model: str) -> str:
+    """The base model's name; where it is a folder of this machine, its whole path.
+
+    Processes that work in different folders then mean the same one.
+    """
+    folder = Path(base_model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else base_model
 
 
 @dataclass(frozen=True, order=True)

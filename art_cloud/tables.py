@@ -34,7 +34,7 @@ def print_status(found: Sequence[ClusterStatus]) -> None:
 
 def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
     names = sorted({name for info in found for name in info.metrics})
-    shown = [name for name in names if "/" in name or "reward" in name]
+    shown = [name for name in names if name in ("loss", "reward") or name.endswith("/reward")]
     rows: list[tuple[str, ...]] = [
         (
             str(info.step),
@@ -46,6 +46,8 @@ def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
         for info in found
     ]
     _print_table(("step", "made by", "at", "size", *shown), rows)
+    if len(names) > len(shown):
+        Console().print(f"{len(names) - len(shown)} more metrics with --json")
 
 
 def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -24,7 +24,7 @@ import uvicorn
 
 from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError
-from art_cloud.names import check_name
+from art_cloud.names import check_name, whole_path
 
 log = logging.getLogger("art_server")
 
@@ -140,7 +140,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, touch=guardian.touch)
     server = Server(uvicorn.Config(app, log_config=None, access_log=False))
     if options.model:
-        await runtime.open_base(options.model)
+        await runtime.open_base(whole_path(options.model))
     await programs.reopen(journal.models())
 
     stop_on_signals(stop)

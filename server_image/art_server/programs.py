@@ -115,7 +115,7 @@ class Programs:
             data = sft_data(request.examples, self.runtime.base)
             self._make_resident(newest)
             batches = sft_batches(data, config)
-            losses, tokens = [], 0.0
+            losses, tokens, computed = [], 0.0, 0.0
             for number, batch in enumerate(batches):
                 measured = self.runtime.trainer.forward_backward(str(name), batch, "cross_entropy")
                 measured |= self.runtime.trainer.optim_step(
@@ -124,6 +124,7 @@ class Programs:
                 )
                 losses.append(measured["loss"])
                 tokens += measured["tokens"]
+                computed += measured["tokens_computed"]
                 report(
                     {
                         "phase": "fine-tuning",
@@ -141,7 +142,7 @@ class Programs:
                 "optimizer_steps": float(len(batches)),
                 "examples": float(len(request.examples)),
                 "tokens": tokens,
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": computed / seconds,
                 "seconds": seconds,
             }
             return _next(job, newest, metrics)

@@ -239,7 +239,7 @@ async def test_fine_tuning_takes_trajectories_and_messages(
 
 async def test_an_evaluation_is_logged(model: art.TrainableModel[None], server: StandIn) -> None:
     kept = await model.log(await groups(model), split="val", metrics={"extra": 2})
-    assert kept == {"reward": 0.5, "reward_std_dev": 0.5, "exception_rate": 0, "extra": 2}
+    assert kept == {"reward": 0.5, "reward_std": 0.5, "exception_rate": 0, "extra": 2}
     entry = server.logged[0]
     assert (entry["split"], entry["step"], entry["metrics"]) == ("val", 0, kept)
     assert [row["reward"] for row in entry["trajectories"]] == [0, 1]

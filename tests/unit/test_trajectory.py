@@ -203,4 +203,4 @@ def test_metrics_that_are_no_numbers_are_left_out_aloud() -> None:
 
 
 def test_rewards_are_summed_up() -> None:
-    assert reward_metrics([group(0, 1), group(1, 1)]) == {"reward": 0.75, "reward_std_dev": 0.25}
+    assert reward_metrics([group(0, 1), group(1, 1)]) == {"reward": 0.75, "reward_std": 0.25}
