@@ -1,0 +1,304 @@
+"""Histories of steps on a real disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from art_cloud.checkpoints import Checkpoints, Manifest, best
+from art_cloud.config import LoRAConfig
+from art_cloud.errors import (
+    ConflictError,
+    CorruptBlobError,
+    NotFoundError,
+    RivalError,
+    StoreError,
+    StoreFullError,
+)
+from art_cloud.names import ModelName
+from art_cloud.store import FileStore
+
+NAME = ModelName("games", "agent")
+FILES = {
+    "adapter/adapter_model.safetensors": b"adapter",
+    "adapter/adapter_config.json": b"{}",
+    "optimizer.safetensors": b"moments",
+    "trainer.json": b"{}",
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store", create=True)
+
+
+@pytest.fixture
+def steps(store: FileStore) -> Checkpoints:
+    return Checkpoints(store, NAME)
+
+
+def draft(step: int, **fields: Any) -> Manifest:
+    return Manifest.model_validate(
+        {
+            "project": NAME.project,
+            "model": NAME.model,
+            "step": step,
+            "kind": "train" if step else "init",
+            "call_id": uuid4().hex,
+            "parent": None,
+            "base_model": "tiny",
+            "lora": LoRAConfig(),
+            "versions": {},
+            **fields,
+        }
+    )
+
+
+def folder_of(place: Path, step: int) -> Path:
+    """A checkpoint's files; each step has another adapter and the same config."""
+    folder = place / uuid4().hex
+    for path, content in FILES.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(
+            content + (b"" if path.endswith("json") else bytes([step % 256]))
+        )
+    return folder
+
+
+def commit(steps: Checkpoints, place: Path, step: int, **fields: Any) -> Manifest:
+    return steps.commit(draft(step, **fields), folder_of(place, step))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_step_comes_back_as_it_was(steps: Checkpoints, tmp_path: Path) -> None:
+    assert (steps.steps(), steps.newest()) == ([], None)
+    source = folder_of(tmp_path, 0)
+    made = steps.commit(draft(0, metrics={"reward": 0.5}), source)
+    assert steps.newest() == steps.read(0) == made
+    assert contents(steps.fetch(made, tmp_path / "fetched")) == contents(source)
+    assert set(contents(steps.fetch(made, tmp_path / "part", only="adapter/"))) == {
+        "adapter/adapter_model.safetensors",
+        "adapter/adapter_config.json",
+    }
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_the_newest_is_the_highest_number(steps: Checkpoints, tmp_path: Path) -> None:
+    for step in (0, 9, 10, 1_000_000):
+        commit(steps, tmp_path, step)
+    assert steps.steps() == [0, 9, 10, 1_000_000]
+    newest = steps.newest()
+    assert newest is not None
+    assert newest.policy == "games/agent@1000000"
+    with pytest.raises(NotFoundError, match=r"no step 3\. It has steps 0, 9-10, 1000000\."):
+        steps.read(3)
+    with pytest.raises(NotFoundError, match="no steps at all"):
+        Checkpoints(steps.store, ModelName("games", "other")).read(0)
+
+
+def test_a_step_counts_for_the_call_that_made_it_first(steps: Checkpoints, tmp_path: Path) -> None:
+    first = commit(steps, tmp_path, 1, call_id="a")
+    assert commit(steps, tmp_path, 1, call_id="a", metrics={"reward": 9.0}) == first
+    with pytest.raises(RivalError, match=r"Step 1 of games/agent was made by another call \(a,"):
+        commit(steps, tmp_path, 1, call_id="b")
+    assert steps.calls() == {"a": 1}
+    assert steps.read(1) == first
+
+
+CRASHING = """
+import os, sys
+from pathlib import Path
+from art_cloud.checkpoints import Checkpoints, Manifest
+from art_cloud.names import ModelName
+from art_cloud.store import FileStore
+
+root, folder, manifest, line = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+store = FileStore(root)
+lines = 0
+
+def trace(frame, event, argument):
+    global lines
+    if not frame.f_code.co_filename.endswith(("store.py", "checkpoints.py", "shutil.py")):
+        return None
+    if event == "line":
+        lines += 1
+        if lines == line:
+            os.kill(os.getpid(), 9)
+    return trace
+
+draft = Manifest.model_validate_json(manifest)
+steps = Checkpoints(store, draft.name)
+sys.settrace(trace)
+steps.commit(draft, folder)
+sys.settrace(None)
+print(lines)
+"""
+
+
+def test_killed_at_any_line_the_step_before_is_whole(steps: Checkpoints, tmp_path: Path) -> None:
+    """The writer is killed between any two lines of its code: before, between and after the blobs,
+    around the manifest."""
+    before = commit(steps, tmp_path, 0)
+    folder = folder_of(tmp_path, 1)
+    after = draft(1, call_id="c" * 32)
+
+    def run(line: int) -> subprocess.CompletedProcess[str]:
+        arguments = [str(steps.store.root), str(folder), after.model_dump_json(), str(line)]  # type: ignore[attr-defined]
+        return subprocess.run(
+            [sys.executable, "-c", CRASHING, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    untouched = tmp_path / "untouched"
+    shutil.copytree(steps.store.root, untouched)  # type: ignore[attr-defined]
+    whole = run(0)
+    assert whole.returncode == 0, whole.stderr
+    total = int(whole.stdout)
+    outcomes = set()
+    for number, line in enumerate(range(1, total + 1, max(1, total // 24))):
+        shutil.rmtree(steps.store.root)  # type: ignore[attr-defined]
+        shutil.copytree(untouched, steps.store.root)  # type: ignore[attr-defined]
+        assert run(line).returncode == -9
+        outcomes.add(tuple(steps.steps()))
+        for step in steps.steps():
+            steps.fetch(steps.read(step), tmp_path / f"fetched-{number}-{step}")
+        assert steps.read(0) == before
+        assert steps.commit(after, folder).call_id == after.call_id
+    assert outcomes <= {(0,), (0, 1)}
+    assert (0,) in outcomes
+
+
+def test_damage_is_named_and_nothing_is_handed_out(steps: Checkpoints, tmp_path: Path) -> None:
+    made = commit(steps, tmp_path, 0)
+    blob = made.files["optimizer.safetensors"]
+    damaged = tmp_path / "store" / "blobs" / blob.sha256
+    damaged.write_bytes(b"m0ments\0")
+    with pytest.raises(CorruptBlobError, match=blob.sha256):
+        steps.fetch(made, tmp_path / "fetched")
+    assert not (tmp_path / "fetched").exists()
+    assert list(tmp_path.glob("*.partial")) == []
+    assert steps.fetch(made, tmp_path / "adapter-only", only="adapter/").is_dir()
+
+
+@pytest.mark.parametrize("path", ["../escaped", "/tmp/escaped", "adapter/../../escaped"])
+def test_a_manifest_does_not_lead_out_of_its_folder(
+    steps: Checkpoints, tmp_path: Path, path: str
+) -> None:
+    made = commit(steps, tmp_path, 0)
+    text = made.model_dump_json().replace("trainer.json", path)
+    (tmp_path / "store" / NAME.project / NAME.model / "steps" / "000001.json").write_text(text)
+    with pytest.raises(StoreError, match="not a manifest"):
+        steps.read(1)
+
+
+def test_what_another_version_wrote_is_no_guess(steps: Checkpoints, tmp_path: Path) -> None:
+    made = commit(steps, tmp_path, 0)
+    later = made.model_dump_json().replace('"format":1', '"format":2')
+    steps.store.create(f"{NAME}/steps/000001.json", later.encode())
+    with pytest.raises(StoreError, match="newer art-cloud"):
+        steps.newest()
+
+
+def test_a_fork_shares_the_content_and_goes_its_own_way(steps: Checkpoints, tmp_path: Path) -> None:
+    commit(steps, tmp_path, 0)
+    first = commit(steps, tmp_path, 1, metrics={"reward": 1.0})
+    commit(steps, tmp_path, 2)
+    blobs = set((tmp_path / "store" / "blobs").iterdir())
+
+    copy = ModelName("games", "copy")
+    forked = steps.fork(copy, 1)
+    assert set((tmp_path / "store" / "blobs").iterdir()) == blobs
+    assert (forked.policy, forked.kind, forked.files) == ("games/copy@1", "fork", first.files)
+    assert forked.parent is not None
+    assert forked.parent.model_dump() == {"project": "games", "model": "agent", "step": 1}
+    assert forked.call_id != first.call_id
+
+    assert steps.fork(ModelName("games", "newest")).step == 2
+    with pytest.raises(ConflictError, match="games/copy exists already"):
+        steps.fork(copy)
+    with pytest.raises(NotFoundError, match=r"no step 7\. It has steps 0-2"):
+        steps.fork(ModelName("games", "seventh"), 7)
+    with pytest.raises(NotFoundError, match="has no steps"):
+        Checkpoints(steps.store, ModelName("games", "none")).fork(ModelName("games", "x"))
+
+
+def test_all_steps_but_the_newest_can_be_deleted(steps: Checkpoints, tmp_path: Path) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step)
+    with pytest.raises(ConflictError, match=r"Step 2 is the newest .* Fork the step"):
+        steps.delete(2)
+    steps.delete(0)
+    assert steps.steps() == [1, 2]
+    with pytest.raises(NotFoundError, match="It has steps 1-2"):
+        steps.delete(0)
+
+
+def test_the_best_step_is_found_by_what_was_logged_last(steps: Checkpoints, tmp_path: Path) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step, metrics={"loss": -float(step)})
+    steps.log("val", 0, {"reward": 0.1})
+    steps.log("val", 1, {"reward": 0.9, "length": 3.0})
+    steps.log("val", 2, {"reward": 0.5})
+    assert best(steps.infos(), "val/reward").step == 1
+    steps.log("val", 1, {"reward": 0.5})
+    infos = steps.infos()
+    assert infos[1].metrics == {"loss": -1.0, "val/reward": 0.5, "val/length": 3.0}
+    assert best(infos, "val/reward").step == 2  # of equals, the later one
+    assert best(infos, "loss").step == 0
+    assert [info.bytes for info in infos] == [8 + 2 + 8 + 2] * 3
+    with pytest.raises(NotFoundError, match="There are: loss, val/length, val/reward"):
+        best(infos, "val/rewards")
+    with pytest.raises(NotFoundError, match="no step 3"):
+        steps.log("val", 3, {"reward": 1.0})
+
+
+def test_no_space_for_a_step(steps: Checkpoints, tmp_path: Path, small_disk: Path) -> None:
+    """On a disk of its own that fills up: the step before is whole, and once there is space again
+    the same commit goes through."""
+    store = FileStore(small_disk / "store", create=True)
+    full = Checkpoints(store, NAME)
+    before = commit(full, tmp_path, 0)
+    folder = folder_of(tmp_path, 1)
+    (folder / "optimizer.safetensors").write_bytes(bytes(range(256)) * 4096)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(8 << 20))
+    later = draft(1)
+    with pytest.raises(StoreFullError, match="art-cloud checkpoints rm"):
+        full.commit(later, folder)
+    assert full.newest() == before
+    full.fetch(before, tmp_path / "fetched")
+    assert list(store.staging.glob("*")) == []
+    ballast.unlink()
+    assert full.commit(later, folder) == full.read(1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 4 MiB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here; test_store.py limits the process instead")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
