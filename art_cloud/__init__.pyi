@@ -32,6 +32,7 @@ from .errors import (
 from .model import Model, TrainableModel
 from .model_checkpoints import ModelCheckpoints
 from .protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
+from .recording import RecordedTrajectory
 from .rollout import gather_trajectories, gather_trajectory_groups
 from .trajectory import (
     History,
@@ -65,6 +66,7 @@ __all__ = [
     "ModelInfo",
     "NotFoundError",
     "ProviderError",
+    "RecordedTrajectory",
     "RequestTooLargeError",
     "RivalError",
     "RolloutError",

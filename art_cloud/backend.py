@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from uuid import uuid4
@@ -19,9 +20,10 @@ from .errors import (
     NotFoundError,
     VersionMismatchError,
 )
-from .http import ServerClient, complaint, error_of, parse, path_of
+from .http import ServerClient, complaint, error_of, is_loopback, parse, path_of
 from .model_checkpoints import ModelCheckpoints
-from .progress import Bar, progress
+from .names import whole_path
+from .progress import Bar, progress, say
 from .protocol import (
     PROTOCOL,
     JobEvent,
@@ -34,6 +36,7 @@ from .protocol import (
     SFTRequest,
     StepResult,
 )
+from .recording import RecordedTrajectory, record
 from .trajectory import Messages, Trajectory, TrajectoryGroup
 from .wire import encode_batch
 
@@ -115,7 +118,10 @@ class Backend:
         await self.info()
         if not isinstance(model, TrainableModel):
             return model.attach(self)
-        request = RegisterRequest(base_model=model.base_model, lora=model.lora)
+        base_model = model.base_model
+        if is_loopback(self.url):
+            base_model = whole_path(base_model)
+        request = RegisterRequest(base_model=base_model, lora=model.lora)
         await self._run_job("PUT", path_of(model.full_name), request, f"register {model.name}")
         model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
         if not any(known is model for known in self._models):
@@ -141,9 +147,15 @@ class Backend:
         """
         chosen = _override(config or TrainConfig(), overrides)
         body = encode_batch(make_batch(model.full_name, trajectory_groups, chosen))
-        return await self._run_job(
+        result = await self._run_job(
             "POST", f"{path_of(model.full_name)}/train", body, f"train {model.name}"
         )
+        if result.metrics.get("groups_without_signal") == result.metrics.get("groups", -1):
+            say(
+                f"{result.policy}: within each group all rewards are equal, so there was nothing "
+                "to learn. The step counts; the weights are those of the step before."
+            )
+        return result
 
     async def train_sft(
         self,
@@ -198,6 +210,12 @@ class Backend:
         path = f"{path_of(model.full_name)}/log"
         await self._server.call("POST", path, request)
         return request.metrics
+
+    def record(
+        self, model: TrainableModel[Any], step: int | None = None
+    ) -> AbstractAsyncContextManager[RecordedTrajectory]:
+        """What `model.record()` does."""
+        return record(self._server, model.get_inference_name(step))
 
     def checkpoints(self, model: TrainableModel[Any]) -> ModelCheckpoints:
         """The steps of `model` that are kept."""

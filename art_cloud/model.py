@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Generic
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from .backend import Backend, TrainResult
+    from .recording import RecordedTrajectory
     from .trajectory import Messages, Trajectory, TrajectoryGroup
 
 ConfigT = TypeVar("ConfigT", default=Any)
@@ -182,6 +184,26 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
     async def get_step(self) -> int:
         """The newest step: how many times this model was trained."""
         return (await self.backend().model_info(self)).step
+
+    def record(self, step: int | None = None) -> AbstractAsyncContextManager[RecordedTrajectory]:
+        """Record an agent as it is, in any language or framework, for the length of a block.
+
+            async with model.record() as trajectory:
+                await run_agent(base_url=trajectory.base_url, api_key=trajectory.api_key)
+                trajectory.reward = 1.0
+
+        Whatever OpenAI-compatible client uses that address is recorded, streams and parallel
+        requests included; after the block the trajectory holds the conversations, with a choice
+        wherever the model answered. Requests may name any model: a session has this one.
+
+        Args:
+            step: sample from this step's weights; None: from the newest at each request.
+
+        Raises:
+            NotFoundError: at the end of the block, if the server was restarted meanwhile: the
+                recording is lost.
+        """
+        return self.backend().record(self, step)
 
     async def train(
         self,

@@ -12,8 +12,13 @@ with the `code` of a class in `errors`.
     GET    models/{project}/{model}/checkpoints  list[CheckpointInfo]
     DELETE models/{project}/{model}/checkpoints/{step}
     POST   models/{project}/{model}/fork         ForkRequest -> CheckpointInfo
+    POST   sessions                              SessionRequest -> SessionInfo
+    POST   sessions/{id}/close                   Recording                       (safe to repeat)
+    DELETE sessions/{id}
     GET    jobs/{id}                             JobInfo
     GET    jobs/{id}/events                      server-sent JobEvents, after `Last-Event-ID`
+
+A session's own OpenAI routes lie under `/sessions/{id}/v1` and need the session's key.
 
 A job's call carries an id of the caller's: a repeat is answered with what the first one did.
 """
@@ -23,7 +28,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from .config import Frozen, LoRAConfig, SFTConfig
 
@@ -170,3 +175,41 @@ class CheckpointInfo(Received):
     bytes: int
     metrics: Metrics
     """Of the train call, and what was logged for this step (`val/reward`, ...)."""
+
+
+class SessionRequest(Frozen):
+    model: str
+    """`project/model`, or one of its policies."""
+
+
+class SessionInfo(Received):
+    id: str
+    key: str = Field(repr=False)
+
+
+class RecordedChoice(Received):
+    message: NonNegativeInt
+    finish_reason: str
+    sample: NonNegativeInt
+
+
+class RecordedCall(Received):
+    """One request that was answered in full. Numbers are places in its `Recording`."""
+
+    messages: list[NonNegativeInt]
+    tools: NonNegativeInt | None
+    choices: list[RecordedChoice]
+
+
+class Recording(Received):
+    """What a session recorded, its calls in the order in which they were made."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    texts: list[Any]
+    """Messages and lists of tools: each once, however often it was sent."""
+    calls: list[RecordedCall]
+    cancelled: NonNegativeInt
+    """Requests that the client gave up, or that were under way when the session was closed."""
+    samples: bytes
+    """A batch (`wire`) without groups."""

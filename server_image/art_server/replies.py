@@ -1,0 +1,79 @@
+"""What all routes answer with, and how they read what they are sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from art_cloud.errors import ArtCloudError, InvalidRequestError, NotFoundError
+from art_cloud.protocol import ErrorBody
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+TYPES = {401: "authentication_error", 404: "not_found_error"}
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"The body is not JSON: {error}.") from None
+    if not isinstance(parsed, dict):
+        raise InvalidRequestError("The body is JSON, but not an object.")
+    return parsed
+
+
+def parse(schema: type[M], body: bytes) -> M:
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise InvalidRequestError(f"{where}: {first['msg']}.") from None
+
+
+def answer(content: BaseModel, status: int = HTTPStatus.OK) -> Response:
+    return Response(content.model_dump_json(), status, media_type="application/json")
+
+
+def error_body(error: ArtCloudError) -> ErrorBody:
+    kind = TYPES.get(
+        error.status, "invalid_request_error" if error.status < 500 else "server_error"
+    )
+    return ErrorBody(message=str(error), type=kind, code=error.code)
+
+
+def error_response(error: ArtCloudError) -> JSONResponse:
+    return JSONResponse({"error": error_body(error).model_dump()}, error.status)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ArtCloudError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return error_response(NotFoundError(f"There is no route {request.url.path}."))
+    body = ErrorBody(message=f"{request.method} {request.url.path}: {error.detail}.")
+    return JSONResponse({"error": body.model_dump()}, error.status_code)
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    log.error("%s %s", request.method, request.url.path, exc_info=error)
+    return error_response(
+        ArtCloudError(
+            f"The server failed on {request.method} {request.url.path} "
+            f"({type(error).__name__}). Its log says more (`art-cloud logs`)."
+        )
+    )
