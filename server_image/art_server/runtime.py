@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from art_cloud.checkpoints import Checkpoints, Manifest
 from art_cloud.errors import (
     ConfigError,
@@ -65,7 +67,9 @@ class Runtime:
         self._in_use: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
         self._loading = asyncio.Lock()
-        self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._training_thread = ThreadPoolExecutor(
+            1, "training", torch.set_num_threads, (torch.get_num_threads(),)
+        )
 
     async def close(self) -> None:
         self._training_thread.shutdown(wait=True)
