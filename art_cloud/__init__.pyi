@@ -31,6 +31,7 @@ from .errors import (
 )
 from .model import Model, TrainableModel
 from .model_checkpoints import ModelCheckpoints
+from .pipeline import PipelineTrainer
 from .protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
 from .recording import RecordedTrajectory
 from .rollout import gather_trajectories, gather_trajectory_groups
@@ -65,6 +66,7 @@ __all__ = [
     "ModelCheckpoints",
     "ModelInfo",
     "NotFoundError",
+    "PipelineTrainer",
     "ProviderError",
     "RecordedTrajectory",
     "RequestTooLargeError",

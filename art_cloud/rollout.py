@@ -183,6 +183,19 @@ async def gather_trajectories(
         return await _run(given, gathering)
 
 
+async def gather_one(
+    group: Awaitable[TrajectoryGroup], gathering: Gathering
+) -> TrajectoryGroup | None:
+    """Run one group under the limits of `gathering`; None if it failed as a whole, and may."""
+    watch = _Watch(gathering, not isinstance(group, TrajectoryGroup))
+    gathering.expect(int(watch.opaque))
+    task = _start(group, watch)
+    try:
+        return await _watched(task, watch)
+    finally:
+        await _cancel([task])
+
+
 async def run_group(group: TrajectoryGroup) -> TrajectoryGroup:
     """Run what is pending in `group`: within the gathering that goes on, if there is one."""
     watch = _watch.get() or _Watch(Gathering(Bar("", None), 0, None), opaque=False)
