@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from art_server.inference import Engine, TransformersEngine, render
+from art_server.inference import Engine, TransformersEngine, VllmEngine, VllmSettings, render
 from art_server.tiny_model import make_tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+ROOT = Path(__file__).parents[2]
 BASE = "tiny"
 CONTEXT = 512
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fox"}}\n</tool_call>'
@@ -101,4 +104,31 @@ def make_transformers(folder: Path) -> Engine:
     )
 
 
-ENGINES: dict[str, Callable[[Path], Engine]] = {"transformers": make_transformers}
+def vllm_python() -> Path:
+    """The Python with vLLM that the tests use; skips where there is none."""
+    python = Path(os.environ.get("ART_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip("vLLM is not installed: make .venv-vllm (Linux on x86-64, Python 3.11)")
+    return python
+
+
+def make_vllm(folder: Path) -> Engine:
+    settings = VllmSettings(
+        python=vllm_python(),
+        model=str(folder),
+        dtype="float32",
+        context_length=CONTEXT,
+        slots=8,
+        max_rank=16,
+        kv_cache_bytes=128 << 20,
+        can_sleep=True,
+    )
+    return VllmEngine(settings, load_model(folder), BASE)
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {
+    "transformers": make_transformers,
+    "vllm": make_vllm,
+}
+GUIDED = {"vllm"}
+"""Engines that guide decoding: by a grammar, a forced tool, a bias or a penalty."""

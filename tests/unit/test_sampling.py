@@ -73,11 +73,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(logits, top_p):
         assert all(kept[0] >= cut for cut in probs_V[kept_V == 0])
 
 
-def test_logprobs_that_are_reported_are_at_temperature_one():
-    params = [SamplingParams(1, temperature=0.5, top_logprobs=3), SamplingParams(1)]
+def test_alternatives_are_scored_at_the_sampling_temperature_before_top_p():
+    params = [SamplingParams(1, temperature=0.5, top_p=0.1, top_logprobs=3), SamplingParams(1)]
     drawn = sampler(params).draw(LOGITS_V.expand(2, -1))
-    raw_V = LOGITS_V.log_softmax(-1)
-    assert drawn.raw_logprobs == pytest.approx(raw_V[drawn.ids].tolist(), abs=1e-6)
+    expected_V = (LOGITS_V / 0.5).log_softmax(-1)
     assert [i for i, _ in drawn.top[0]] == [0, 2, 4]
-    assert [x for _, x in drawn.top[0]] == pytest.approx(raw_V[[0, 2, 4]].tolist(), abs=1e-6)
+    assert [x for _, x in drawn.top[0]] == pytest.approx(expected_V[[0, 2, 4]].tolist(), abs=1e-6)
     assert sampler([SamplingParams(1)]).draw(LOGITS_V[None]).top is None

@@ -4,5 +4,16 @@ from .engine import Engine, EngineStats, Route
 from .masking import is_masked
 from .prompts import render
 from .transformers_engine import TransformersEngine
+from .vllm_engine import VllmEngine
+from .vllm_process import VllmSettings
 
-__all__ = ["Engine", "EngineStats", "Route", "TransformersEngine", "is_masked", "render"]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "Route",
+    "TransformersEngine",
+    "VllmEngine",
+    "VllmSettings",
+    "is_masked",
+    "render",
+]

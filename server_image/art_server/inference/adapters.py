@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora.layer import LoraLayer
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -140,3 +141,19 @@ def check_adapter(folder: Path) -> int:
             "LoRA without DoRA and without modules_to_save."
         )
     return max([config.r, *(config.rank_pattern or {}).values()])
+
+
+def check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ConfigError` unless each matrix of the LoRA in `folder` fits one of a base model,
+    whose `shapes` are out x in by name."""
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            name, kind = key.removeprefix("base_model.model.").rsplit(".lora_", 1)
+            side = 1 if kind.startswith("A") else 0
+            size = file.get_slice(key).get_shape()[side]
+            expected = shapes.get(f"{name}.weight", (0, 0))[side]
+            if size != expected:
+                raise ConfigError(
+                    f"{folder.name!r} is no adapter of this base model: {key} is for a layer of "
+                    f"size {size}, and {name} has {expected or 'no weights here'}."
+                )

@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 class Token(NamedTuple):
     id: int
     logprob: float
-    """Under the model's own distribution, at temperature 1."""
+    """At the sampling temperature, as in a sample."""
     top: list[tuple[int, float]]
 
 

@@ -33,11 +33,7 @@ def render(
             "This model's tokenizer has no chat template. Use /v1/completions, or a chat model."
         )
     variables = variables or {}
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := sorted(variables.keys() & parameters.keys()):
-        raise InvalidRequestError(
-            f"chat_template_kwargs: {', '.join(taken)} can't be set from outside. Leave it out."
-        )
+    check_variables(variables)
     plain = [_plain(message) for message in messages]
     try:
         text: str = tokenizer.apply_chat_template(
@@ -52,6 +48,15 @@ def render(
             f"The model's chat template refuses the messages: {error}"
         ) from error
     return text
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` if one of them is no variable of a chat template."""
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    if taken := sorted(variables.keys() & parameters.keys()):
+        raise InvalidRequestError(
+            f"chat_template_kwargs: {', '.join(taken)} can't be set from outside. Leave it out."
+        )
 
 
 def read_chat(tokenizer: PreTrainedTokenizerBase, request: ChatRequest) -> list[int]:

@@ -31,14 +31,12 @@ class SamplingParams:
 
 
 class Drawn(NamedTuple):
-    """Lengths B. `logprobs` as `art_cloud.protocol.Sample` defines them, `raw_logprobs` and the
-    `top` (B x K pairs of id and logprob, likeliest first) under the model's own distribution, at
-    temperature 1; None unless asked for.
+    """Lengths B. The `top` tokens are B x K pairs of id and logprob, likeliest first; None unless
+    asked for. All logprobs are as `art_cloud.protocol.Sample` defines them.
     """
 
     ids: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float] | None
     top: list[list[tuple[int, float]]] | None
 
 
@@ -91,11 +89,10 @@ class Sampler:
         ids = ids_B1[:, 0].tolist()
         logprobs = logprobs_BV.gather(-1, ids_B1)[:, 0].tolist()
         if self._top is None:
-            return Drawn(ids, logprobs, None, None)
-        raw_BV = logits_BV.log_softmax(dim=-1) if self._scaled else logprobs_BV
-        values, tokens = (t.tolist() for t in raw_BV.topk(self._top, dim=-1))
+            return Drawn(ids, logprobs, None)
+        values, tokens = (t.tolist() for t in logprobs_BV.topk(self._top, dim=-1))
         top = [list(zip(*row, strict=True)) for row in zip(tokens, values, strict=True)]
-        return Drawn(ids, logprobs, raw_BV.gather(-1, ids_B1)[:, 0].tolist(), top)
+        return Drawn(ids, logprobs, top)
 
     def _choose(self, logprobs_BV: Tensor) -> Tensor:
         uniforms_B = self._uniforms()

@@ -123,6 +123,8 @@ class Scheduler(threading.Thread):
 
     def run(self) -> None:
         error: ArtCloudError = ServerStoppingError("The inference engine is closed.")
+        # of this thread only; the gateway and whoever asks it need a core too
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         try:
             with torch.inference_mode():
                 while not self._stopping:
@@ -267,10 +269,9 @@ class Scheduler(threading.Thread):
             row.ids.append(token)
             row.logprobs.append(logprob)
             if params.top_logprobs is not None:
-                assert drawn.raw_logprobs is not None
                 assert drawn.top is not None
                 top = drawn.top[i][: params.top_logprobs]
-                row.tokens.append(Token(token, drawn.raw_logprobs[i], top))
+                row.tokens.append(Token(token, logprob, top))
             reason = self._read(row, token)
             if reason is None:
                 staying.append(i)

@@ -13,7 +13,7 @@ from typing import Any
 from art_cloud.errors import ContextLengthError, InvalidRequestError
 
 from .engine import Route
-from .prompts import room
+from .prompts import check_variables, room
 from .requests import (
     WITHOUT_EFFECT,
     ChatRequest,
@@ -61,8 +61,13 @@ class Call:
     copies: int
     """Greedy choices are all the same: vLLM makes one of them only."""
     shows_logprobs: bool
+    top: int
+    """Alternatives that a chat shows for each token."""
     _sampled: dict[int, tuple[list[int], list[int], list[float]]] = field(default_factory=dict)
     """Prompt ids, completion ids and logprobs of a stream's choices so far."""
+    _held: dict[int, str] = field(default_factory=dict)
+    """Whitespace of a stream's choices that a tool call may follow: it is not said then, as the
+    chat template puts its own there."""
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         choices = []
@@ -89,7 +94,7 @@ class Call:
             logprobs += self._logprobs(choice)
             content = self._common(choice)
             if self.route == "chat/completions":
-                delta = {k: v for k, v in choice["delta"].items() if v is not None}
+                delta = self._delta(choice)
                 said, content = bool(delta), {"delta": delta} | content
             else:
                 said, content = bool(choice["text"]), {"text": choice["text"]} | content
@@ -102,18 +107,38 @@ class Call:
         if not chunk["choices"] and chunk.get("usage"):
             yield self._envelope(chunk, []) | {"usage": self._usage(chunk["usage"])}
 
+    def _delta(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        delta = {name: value for name, value in choice["delta"].items() if value is not None}
+        if "tools" not in self.payload:
+            return delta
+        said = self._held.pop(choice["index"], "") + delta.pop("content", "")
+        kept = said.rstrip()
+        if choice["finish_reason"] is None and not delta.get("tool_calls"):
+            self._held[choice["index"]] = said[len(kept) :]
+        elif choice["finish_reason"] in ("stop", "length") and not delta.get("tool_calls"):
+            kept = said
+        return {**delta, "content": kept} if kept or "role" in delta else delta
+
     def _indices(self, choice: Mapping[str, Any]) -> range:
         first = choice["index"] * self.copies
         return range(first, first + self.copies)
 
     def _common(self, choice: Mapping[str, Any]) -> dict[str, Any]:
         common = {
-            "logprobs": choice["logprobs"] if self.shows_logprobs else None,
+            "logprobs": self._shown(choice["logprobs"]) if self.shows_logprobs else None,
             "finish_reason": choice["finish_reason"],
         }
         if choice.get("stop_reason") is not None:
             common["stop_reason"] = choice["stop_reason"]
         return common
+
+    def _shown(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """vLLM lists the sampled token among the likeliest ones, and was asked for one more."""
+        if logprobs is not None and self.route == "chat/completions":
+            for entry in logprobs["content"] or []:
+                entry["top_logprobs"].sort(key=lambda one: one["logprob"], reverse=True)
+                del entry["top_logprobs"][self.top :]
+        return logprobs
 
     def _logprobs(self, choice: Mapping[str, Any]) -> list[float]:
         logprobs = choice["logprobs"]
@@ -182,19 +207,25 @@ def prepare(
     asked: dict[str, Any]
     if route == "chat/completions":
         chat = parse_chat(common)
+        check_variables(chat.chat_template_kwargs)
         _check_forced_tool(body)
-        request, asked = chat, {"logprobs": True, "top_logprobs": chat.top_logprobs}
-        prompts = 1
+        request, asked = chat, _tools(chat, body)
+        top, prompts = chat.top_logprobs, 1
+        asked |= {"logprobs": True, "top_logprobs": top and top + 1}
     else:
         request = completion = parse_completion(common)
-        asked, prompts = {"logprobs": completion.logprobs or 0}, _count(completion, context_length)
+        asked = {"logprobs": completion.logprobs or 0}
+        top, prompts = 0, _count(completion, context_length)
+    copies = request.n if request.temperature == 0 else 1
+    asked |= {"stream": stream, "return_token_ids": True, "n": request.n // copies}
     payload = {
         name: value
-        for name, value in body.items()
-        if value is not None and value != [] and name not in WITHOUT_EFFECT and name not in NEUTRAL
+        for name, value in {**body, **asked}.items()
+        if value is not None
+        and value != []
+        and name not in NEUTRAL
+        and (name not in WITHOUT_EFFECT or name in asked)
     }
-    copies = request.n if request.temperature == 0 else 1
-    payload |= asked | {"stream": stream, "return_token_ids": True, "n": request.n // copies}
     return Call(
         route=route,
         payload=payload,
@@ -203,6 +234,7 @@ def prepare(
         choices=request.n * prompts,
         copies=copies,
         shows_logprobs=request.alternatives is not None,
+        top=top,
     )
 
 
@@ -220,6 +252,15 @@ def _count(request: CompletionRequest, context_length: int) -> int:
     return len(prompts)
 
 
+def _tools(request: ChatRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+    """As the prompt shows them elsewhere (`prompts.read_chat`, SFT): vLLM adds null fields to them,
+    unless the chat template gets them as a variable."""
+    if not request.tools or body.get("tool_choice") == "none":
+        return {"tools": None, "tool_choice": None}
+    tools = [tool.model_dump() for tool in request.tools]
+    return {"chat_template_kwargs": {**request.chat_template_kwargs, "tools": tools}}
+
+
 def _check_forced_tool(body: Mapping[str, Any]) -> None:
     if body.get("tool_choice") not in (None, "auto", "none") and not body.get("tools"):
         raise InvalidRequestError("tool_choice forces a call, but there are no tools.")
@@ -227,6 +268,8 @@ def _check_forced_tool(body: Mapping[str, Any]) -> None:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None}
+    if kept.get("tool_calls"):
+        kept["content"] = kept.get("content", "").rstrip() or None
     return {"role": "assistant", "content": None, "refusal": None} | kept
 
 

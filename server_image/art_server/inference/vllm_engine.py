@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from transformers import PreTrainedModel
 
 from art_cloud.errors import (
     ArtCloudError,
@@ -23,7 +24,7 @@ from art_cloud.errors import (
     ServerUnavailableError,
 )
 
-from .adapters import check_adapter
+from .adapters import check_adapter, check_shapes
 from .engine import EngineStats, Route, not_loaded
 from .vllm_bodies import Call, prepare, refused
 from .vllm_process import BASE, VllmProcess, VllmSettings
@@ -54,10 +55,12 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, settings: VllmSettings, base_model_name: str) -> None:
+    def __init__(self, settings: VllmSettings, model: PreTrainedModel, name: str) -> None:
+        """`model` is what vLLM will serve, known to clients as `name`; its shapes are kept."""
         self.settings = settings
         self.slots = settings.slots
-        self._base_model_name = base_model_name
+        self._base_model_name = name
+        self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self._process = VllmProcess(settings)
         self._session: aiohttp.ClientSession | None = None
         self._known: dict[Route, frozenset[str]] = {}
@@ -88,7 +91,7 @@ class VllmEngine:
             await self._process.end()
 
     async def load(self, policy: str, adapter: Path) -> None:
-        folder = adapter.absolute()
+        folder = await asyncio.to_thread(adapter.resolve)
         async with self._loading:
             if (there := self._adapters.get(policy)) is not None:
                 if there.folder == folder:
@@ -98,6 +101,7 @@ class VllmEngine:
                     "of weights: load this one under a new step."
                 )
             rank = await asyncio.to_thread(check_adapter, folder)
+            await asyncio.to_thread(check_shapes, folder, self._shapes)
             if rank > self.settings.max_rank:
                 raise ConfigError(
                     f"The adapter {policy} has rank {rank}; this server's vLLM was started for "

@@ -1,7 +1,8 @@
-"""Stock vLLM, with two additions. Run by vLLM's own Python: it imports nothing of ours.
+"""Stock vLLM, with what it lacks for us. Run by vLLM's own Python: it imports nothing of ours.
 
 It ends when its standard input does: the one who started it holds the other end, so that nothing is
-left whatever kills that process. And its logprobs are those of the temperature that was sampled at.
+left whatever kills that process. Its logprobs are those of the temperature that was sampled at. And
+on a CPU the base model stays itself beside adapters.
 """
 
 from __future__ import annotations
@@ -54,9 +55,35 @@ def temper_logprobs() -> None:
     sampler.Sampler = TemperedSampler
 
 
+def free_base_rows() -> None:
+    """On a CPU, vLLM gives rows without an adapter the index -1, and so the adapter of the last
+    slot, as soon as there is one (vllm/lora/ops/torch_ops/lora_ops.py): zero what they get."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(
+        inputs: Any, weights: Any, outputs_BR: Any, indices_B: Any, scaling: float = 1.0
+    ) -> None:
+        shrink(inputs, weights, outputs_BR, indices_B, scaling)
+        outputs_BR[indices_B < 0] = 0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+def change() -> None:
+    """Also in the processes that vLLM spawns: they import this module, but not as main."""
+    from vllm.platforms import current_platform
+
+    temper_logprobs()
+    if current_platform.is_cpu():
+        free_base_rows()
+
+
 if __name__ == "__main__":
     end_with_parent()
-temper_logprobs()  # also in the processes that vLLM spawns: they import this module, not as main
+change()
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server.entry import main
 

@@ -73,7 +73,7 @@ class VllmSettings:
         command += ["--enable-lora", "--max-lora-rank", str(self.max_rank)]
         command += ["--max-loras", str(self.slots), "--max-cpu-loras", str(self.slots)]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-        command += ["--disable-uvicorn-access-log"]
+        command += ["--max-logprobs", "21", "--disable-uvicorn-access-log"]
         if self.kv_cache_bytes is not None:
             command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         if self.gpu_fraction is not None:
@@ -99,6 +99,7 @@ class VllmSettings:
             )
         if self.gpu_fraction is None:
             environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process for one worker
             environment.setdefault("OMP_NUM_THREADS", "1")  # the trainer is on the same cores
         return environment
 
