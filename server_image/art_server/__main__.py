@@ -45,7 +45,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=_port, default=0, help="on 127.0.0.1; 0: any free one")
     parser.add_argument("--store", help="URL or folder where steps are kept")
     parser.add_argument("--state", type=Path, help="folder for the journal and the cache")
-    parser.add_argument("--engine", choices=["transformers"], default="transformers")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM; without "
+                        "it, $ART_VLLM_PYTHON or this one")  # fmt: skip
+    parser.add_argument("--placement", choices=["resident", "sleep", "separate"],
+                        help="of trainer and vLLM on GPUs; without it, what fits")  # fmt: skip
     parser.add_argument("--idle", type=float, metavar="SECONDS", default=math.inf,
                         help="end when nothing happened for so long")  # fmt: skip
     parser.add_argument("--max-body", type=_mebibytes, default=512, metavar="MIB",
@@ -131,7 +135,15 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     stop = asyncio.Event()
     journal = Journal(state / "journal.sqlite")  # first: it keeps a second server out of the folder
-    runtime = Runtime(Settings(state=state, store=store, engine=options.engine))
+    runtime = Runtime(
+        Settings(
+            state=state,
+            store=store,
+            engine=options.engine,
+            vllm_python=options.vllm_python,
+            placement=options.placement,
+        )
+    )
     programs = Programs(runtime, max_bytes)
     jobs = Jobs(journal, programs.by_kind())
     guardian = Guardian(

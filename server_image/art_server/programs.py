@@ -153,7 +153,7 @@ class Programs:
         self, name: ModelName, step: Callable[[], Manifest], report: Report
     ) -> StepResult:
         try:
-            draft = await self.runtime.in_training_thread(step)
+            draft = await self.runtime.train(step)
             report({"phase": f"loading {draft.policy}"})
             manifest = await self._publish(draft)
         except BaseException:

@@ -32,7 +32,10 @@ from art_cloud.protocol import ModelInfo
 from art_cloud.store import NO_SPACE, open_store
 
 from .canary import Canary
-from .inference import Engine, EngineStats, TransformersEngine
+from .engines import EngineName, make_engine
+from .inference import Engine, EngineStats
+from .inference.placement import Mode
+from .inference.vllm_process import find_python
 from .training import BaseModel, Trainer, load_base
 
 log = logging.getLogger(__name__)
@@ -40,14 +43,14 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLICIES_LOADED = 8
-
 
 @dataclass(frozen=True)
 class Settings:
     state: Path
     store: str
-    engine: str = "transformers"
+    engine: EngineName = "transformers"
+    vllm_python: str | None = None
+    placement: Mode | None = None
 
 
 class Runtime:
@@ -55,6 +58,7 @@ class Runtime:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._vllm_python = find_python(settings.vllm_python) if settings.engine == "vllm" else None
         self.store = open_store(settings.store, create=True)
         self.cache = settings.state / "cache"
         shutil.rmtree(self.cache, ignore_errors=True)
@@ -67,6 +71,7 @@ class Runtime:
         self._in_use: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
         self._loading = asyncio.Lock()
+        self._released = asyncio.Event()
         self._training_thread = ThreadPoolExecutor(
             1, "training", torch.set_num_threads, (torch.get_num_threads(),)
         )
@@ -75,6 +80,19 @@ class Runtime:
         self._training_thread.shutdown(wait=True)
         if self._engine is not None:
             await self._engine.close()
+
+    async def train(self, step: Callable[[], T]) -> T:
+        """A step of the trainer, in its thread, the engine asleep where both do not fit."""
+
+        def run() -> T:
+            try:
+                return step()
+            finally:
+                if self.base is not None and self.base.device.type == "cuda":
+                    torch.cuda.empty_cache()  # for the engine
+
+        async with self.engine.asleep():
+            return await self.in_training_thread(run)
 
     async def in_training_thread(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -131,9 +149,12 @@ class Runtime:
             log.info("loading %s", name)
             base = await self.in_training_thread(load_base, name)
             self._canary = Canary(base)
-            engine = TransformersEngine(base.model, base.tokenizer, base.name, base.context_length)
+            trainer = Trainer(base)
+            engine = make_engine(
+                base, trainer.token_budget, self._vllm_python, self.settings.placement
+            )
             await engine.start()
-            self.base, self._engine, self._trainer = base, engine, Trainer(base)
+            self.base, self._engine, self._trainer = base, engine, trainer
             log.info("%s is loaded on %s", name, base.device)
 
     def checkpoints(self, name: ModelName) -> Checkpoints:
@@ -222,11 +243,16 @@ class Runtime:
             return
         manifest = await self._find(requested)
         await self.load(manifest)
-        self._in_use[manifest.policy] += 1
+        self._in_use[manifest.policy] = self._in_use.pop(manifest.policy) + 1  # used last
         try:
             yield manifest.policy
         finally:
-            self._in_use[manifest.policy] -= 1
+            self._release(manifest.policy)
+
+    def _release(self, policy: str) -> None:
+        self._in_use[policy] -= 1
+        if not self._in_use[policy]:
+            self._released.set()
 
     async def _find(self, requested: str) -> Manifest:
         try:
@@ -281,7 +307,7 @@ class Runtime:
                 del self._in_use[draft.policy]
                 shutil.rmtree(self._folders.pop(draft.policy))
             raise
-        self._in_use[draft.policy] -= 1
+        self._release(draft.policy)
 
     async def _compare(self, draft: Manifest) -> float:
         assert self._canary is not None
@@ -295,13 +321,17 @@ class Runtime:
             await self._unload(policy)
 
     async def _make_room(self) -> None:
-        """Before a load: drop what was loaded longest ago, never the newest step of a model."""
-        newest = {manifest.policy for manifest in self._newest.values()}
-        for policy in list(self._in_use):
-            if len(self._in_use) < POLICIES_LOADED:
-                return
-            if policy not in newest:
-                await self._unload(policy)
+        """Before a load: drop what was used longest ago, the newest steps of the models last, never
+        one in use; where all are, wait for one."""
+        while len(self._in_use) >= self.engine.slots:
+            newest = {manifest.policy for manifest in self._newest.values()}
+            idle = [policy for policy, users in self._in_use.items() if not users]
+            if idle:
+                await self._unload(min(idle, key=lambda policy: policy in newest))
+            else:
+                log.info("all %d slots of the engine are in use: waiting", self.engine.slots)
+                self._released.clear()
+                await self._released.wait()
 
     async def _unload(self, policy: str) -> None:
         if self._in_use.get(policy) == 0:

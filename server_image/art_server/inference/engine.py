@@ -7,6 +7,7 @@ already turned the request's model name into a policy: an engine only ever sees 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ class Engine(Protocol):
     """
 
     name: str
+    slots: int
+    """Policies that may be loaded at once."""
 
     async def start(self) -> None: ...
 
@@ -78,6 +81,10 @@ class Engine(Protocol):
         """The answer in OpenAI's chunks. Raises as `create`, before the first chunk; closing the
         generator stops the generation.
         """
+
+    def asleep(self) -> AbstractAsyncContextManager[None]:
+        """A block in which a step is trained. Where the memory is not enough for both, requests in
+        flight are finished first, and those that come meanwhile wait."""
 
     def stats(self) -> EngineStats: ...
 

@@ -115,11 +115,11 @@ def kv_bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
 
 
 def activation_bytes(config: PreTrainedConfig, tokens: int) -> int:
-    """Of a batch of `tokens` in 16 bits, all layers kept: 34 bytes for each token, hidden unit and
-    layer (Korthikanti et al., arXiv:2205.05198, section 4.1, without the attention scores, which
-    are never whole here)."""
+    """Of a batch of `tokens` in 16 bits, layer by layer recomputed: 2 bytes for each token and
+    hidden unit of every layer's input, 34 within the layer at hand (Korthikanti et al.,
+    arXiv:2205.05198, section 4.1, without the attention scores, which are never whole here)."""
     text = config.get_text_config()
-    return int(34 * tokens * text.hidden_size * text.num_hidden_layers)
+    return int(tokens * text.hidden_size * (2 * text.num_hidden_layers + 34))
 
 
 def lora_parameters(shapes: list[tuple[int, ...]], rank: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    slots = 8
 
     def __init__(
         self,
@@ -100,6 +102,9 @@ class TransformersEngine:
 
     def policies(self) -> list[str]:
         return sorted(self._policies)
+
+    def asleep(self) -> nullcontext[None]:
+        return nullcontext()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats() if self._scheduler else EngineStats()

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from .vllm_process import BASE, VllmProcess, VllmSettings
 log = logging.getLogger(__name__)
 
 ROUTES: tuple[Route, ...] = ("chat/completions", "completions")
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for --max-lora-rank."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
 
@@ -71,6 +73,9 @@ class VllmEngine:
         """Set when requests may go on, be it to their end."""
         self._reason: str | None = "vLLM is starting"
         self._ended: ArtCloudError | None = None
+        self._idle = asyncio.Event()
+        self._power = asyncio.Lock()
+        """Held by whoever puts vLLM to sleep or starts it."""
         self._watching: asyncio.Task[None] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self._running = self._waiting = self._tokens_generated = 0
@@ -103,10 +108,7 @@ class VllmEngine:
             rank = await asyncio.to_thread(check_adapter, folder)
             await asyncio.to_thread(check_shapes, folder, self._shapes)
             if rank > self.settings.max_rank:
-                raise ConfigError(
-                    f"The adapter {policy} has rank {rank}; this server's vLLM was started for "
-                    f"ranks up to {self.settings.max_rank}. Use a lower rank, or --max-rank."
-                )
+                await self._raise_rank(policy, rank)
             if len(self._adapters) >= self.slots:
                 raise ConflictError(
                     f"All {self.slots} slots of vLLM are taken. Unload a policy before {policy}."
@@ -126,6 +128,22 @@ class VllmEngine:
 
     def policies(self) -> list[str]:
         return sorted(self._adapters)
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[None]:
+        if not self.settings.can_sleep:
+            yield
+            return
+        async with self._power:
+            self._hold("the trainer has the memory")
+            await self._until_idle()
+            try:
+                async with self._post("/sleep?level=1"):
+                    yield
+            finally:
+                with suppress(ServerUnavailableError):  # whoever watches starts it again
+                    async with self._post("/wake_up"):
+                        self._open()
 
     def stats(self) -> EngineStats:
         waits = self._waiting > 0
@@ -182,11 +200,14 @@ class VllmEngine:
             await self._up(call.choices)
             call.payload["model"] = adapter.alias if adapter else BASE
             self._running += call.choices
+            self._idle.clear()
             try:
                 async with self._post(f"/v1/{call.route}", call.payload) as response:
                     yield response
             finally:
                 self._running -= call.choices
+                if not self._running:
+                    self._idle.set()
         finally:
             if adapter is not None:
                 adapter.users -= 1
@@ -234,7 +255,8 @@ class VllmEngine:
         """Wait until vLLM answers."""
         self._waiting += choices
         try:
-            await self._ready.wait()
+            while not self._ready.is_set():
+                await self._ready.wait()
         finally:
             self._waiting -= choices
         if self._ended is not None:
@@ -247,6 +269,23 @@ class VllmEngine:
     def _hold(self, reason: str) -> None:
         self._reason = reason
         self._ready.clear()
+
+    async def _until_idle(self) -> None:
+        """Wait until nothing is in flight; to be called while requests are held."""
+        while self._running:
+            await self._idle.wait()
+
+    async def _raise_rank(self, policy: str, rank: int) -> None:
+        """Start vLLM again, for adapters of this rank."""
+        enough = [known for known in RANKS if known >= rank]
+        if not enough:
+            raise ConfigError(f"{policy} has rank {rank}; vLLM serves up to {RANKS[-1]}.")
+        async with self._power:
+            log.info("%s has rank %d: vLLM is started again for that", policy, rank)
+            self._hold(f"vLLM is being started again for rank {rank}")
+            await self._until_idle()
+            self.settings = replace(self.settings, max_rank=enough[0])
+            self._process.kill()
 
     async def _load(self, adapter: Adapter) -> None:
         body = {"lora_name": adapter.alias, "lora_path": str(adapter.folder)}
@@ -289,7 +328,8 @@ class VllmEngine:
                 self._process.last_lines(),
             )
             self._hold("vLLM is being started again")
-            await self._restart()
+            async with self._power:
+                await self._restart()
             self._open()
             if self._ended is not None:
                 return

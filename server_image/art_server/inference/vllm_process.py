@@ -57,7 +57,8 @@ class VllmSettings:
     context_length: int
     slots: int
     """Adapters held at once."""
-    max_rank: int
+    max_rank: int = 16
+    """Of an adapter; the engine raises it when need be."""
     kv_cache_bytes: int | None = None
     """None: what `gpu_fraction` leaves."""
     gpu_fraction: float | None = None
