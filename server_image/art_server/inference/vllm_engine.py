@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 from transformers import PreTrainedModel
@@ -31,11 +31,17 @@ from .vllm_process import BASE, VllmProcess, VllmSettings
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ROUTES: tuple[Route, ...] = ("chat/completions", "completions")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
+
+
+class NotReachedError(ServerUnavailableError):
+    """vLLM did not get the request."""
 
 
 @dataclass
@@ -113,10 +119,9 @@ class VllmEngine:
                 raise ConflictError(
                     f"All {self.slots} slots of vLLM are taken. Unload a policy before {policy}."
                 )
-            await self._up()
             self._loads += 1
             loaded = Adapter(folder, f"{policy}#{self._loads}")
-            await self._load(loaded)
+            await self._reach(lambda: self._load(loaded), again=ServerUnavailableError)
             self._adapters[policy] = loaded
 
     async def unload(self, policy: str) -> None:
@@ -197,22 +202,44 @@ class VllmEngine:
         if adapter is not None:
             adapter.users += 1
         try:
-            await self._up(call.choices)
             call.payload["model"] = adapter.alias if adapter else BASE
-            self._running += call.choices
-            self._idle.clear()
-            try:
-                async with self._post(f"/v1/{call.route}", call.payload) as response:
-                    yield response
-            finally:
-                self._running -= call.choices
-                if not self._running:
-                    self._idle.set()
+            async with AsyncExitStack() as stack:
+                yield await self._reach(lambda: self._answer(call, stack), choices=call.choices)
         finally:
             if adapter is not None:
                 adapter.users -= 1
                 if adapter.retired and not adapter.users:
                     self._in_background(self._forget(adapter))
+
+    async def _answer(self, call: Call, stack: AsyncExitStack) -> aiohttp.ClientResponse:
+        stack.enter_context(self._in_flight(call.choices))
+        return await stack.enter_async_context(self._post(f"/v1/{call.route}", call.payload))
+
+    @contextmanager
+    def _in_flight(self, choices: int) -> Iterator[None]:
+        self._running += choices
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= choices
+            if not self._running:
+                self._idle.set()
+
+    async def _reach(
+        self,
+        reach: Callable[[], Awaitable[T]],
+        *,
+        choices: int = 0,
+        again: type[ServerUnavailableError] = NotReachedError,
+    ) -> T:
+        """Wait for vLLM and `reach` it; `again` if it was not there, or went away like this."""
+        while True:
+            await self._up(choices)
+            try:
+                return await reach()
+            except again:
+                self._hold("vLLM went away")
 
     @asynccontextmanager
     async def _post(
@@ -245,6 +272,8 @@ class VllmEngine:
     def _lost(self, error: Exception | None) -> ArtCloudError:
         if self._ended is not None:
             return self._ended
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return NotReachedError("vLLM is not there. It is being started again.")
         log.warning("a request was lost with vLLM: %s", error or "its engine died")
         return ServerUnavailableError(
             "vLLM went away while it answered this request. It is being started again: send the "
