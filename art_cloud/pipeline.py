@@ -59,7 +59,8 @@ class PipelineTrainer(Generic[S]):
         eval_fn: `eval_fn(model, step)` gives trajectories (or groups) sampled from
             `model.get_inference_name(step)`, whatever is trained meanwhile. They are logged as
             `val/...` of that step.
-        config: of every step.
+        config: of every step. Default: the loss "cispo", which goes on learning from tokens whose
+            ratio it clips. The others that clip leave them out, and learn slower off policy.
         groups_per_step: how many groups a step is trained on.
         max_steps_off_policy: how many steps older than the newest the weights may be that a sample
             was drawn from. 0 is the blocking loop; 1 overlaps one step's training
@@ -99,7 +100,7 @@ class PipelineTrainer(Generic[S]):
         self.backend = backend
         self.rollout_fn = rollout_fn
         self.eval_fn = eval_fn
-        self.config = config or TrainConfig()
+        self.config = config or TrainConfig(loss="cispo")
         self.groups_per_step = groups_per_step
         self.max_steps_off_policy = max_steps_off_policy
         self.max_steps = max_steps

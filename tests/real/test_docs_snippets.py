@@ -110,7 +110,16 @@ async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGrou
     )
 
 
-@pytest.mark.parametrize("page", ["docs/training.md", "docs/server.md", "docs/checkpoints.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "docs/training.md",
+        "docs/server.md",
+        "docs/checkpoints.md",
+        "docs/recording.md",
+        "docs/pipeline.md",
+    ],
+)
 async def test_every_snippet_of_a_page_runs(page: str, server: Server, tiny_model: Path) -> None:
     project = Path(page).stem  # one server for all pages: a project for each
     model = art.TrainableModel(name="agent-001", project=project, base_model=str(tiny_model))
