@@ -172,8 +172,8 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         await jobs.stop(GRACE_SECONDS)
         server.should_exit = True
         await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
-        await runtime.close()
-        await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
+        await runtime.close()  # ends the requests that are left
+        await asyncio.wait([serving], timeout=1)
         server.force_exit = True  # whoever neither sends nor reads on does not keep the server
         await serving
         journal.close()

@@ -258,9 +258,16 @@ class Runtime:
         try:
             if "@" in requested:
                 name = PolicyName.parse(requested)
-                if self.newest(name.model).step == name.step:
-                    return self._newest[name.model]
-                return await asyncio.to_thread(self.checkpoints(name.model).read, name.step)
+                newest = self.newest(name.model)
+                if newest.step == name.step:
+                    return newest
+                manifest = await asyncio.to_thread(self.checkpoints(name.model).read, name.step)
+                if manifest.step > newest.step:
+                    raise NotFoundError(
+                        f"{requested} was made by another server; this one is at step "
+                        f"{newest.step}. Register the model again to go on from there."
+                    )
+                return manifest
             return self.newest(ModelName.parse(requested))
         except ConfigError:
             raise NotFoundError(

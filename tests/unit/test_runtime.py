@@ -1,0 +1,155 @@
+"""The runtime and its programs in this process, with faults where another process has none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from art_server.programs import Programs
+from art_server.runtime import Runtime, Settings
+
+from art_cloud.config import LoRAConfig
+from art_cloud.errors import ConfigError, NotFoundError
+from art_cloud.names import ModelName
+from art_cloud.protocol import JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.store import Blob
+from art_cloud.wire import encode_batch
+
+from ..synthetic import batch
+
+NAME = ModelName("p", "m")
+STEPS = 10
+CHAT = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 2, "model": str(NAME)}
+
+
+@pytest.fixture
+async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
+    state = tmp_path / "state"
+    state.mkdir()
+    runtime = Runtime(Settings(state=state, store=str(tmp_path / "store")))
+    yield runtime
+    await runtime.close()
+
+
+@pytest.fixture
+async def programs(runtime: Runtime, tiny_model: Path) -> Programs:
+    programs = Programs(runtime, 1 << 24)
+    body = RegisterRequest(base_model=str(tiny_model), lora=LoRAConfig(rank=4)).model_dump_json()
+    await run(programs, "register", body.encode())
+    return programs
+
+
+async def run(programs: Programs, kind: JobKind, body: bytes, job: str | None = None) -> StepResult:
+    info = JobInfo(id=job or uuid4().hex, kind=kind, project="p", model="m", state="running")
+    return await programs.by_kind()[kind](info, body, lambda data: None)
+
+
+def steps(runtime: Runtime) -> list[int]:
+    return runtime.checkpoints(NAME).steps()
+
+
+async def test_a_step_that_cannot_be_served_is_not_counted(
+    runtime: Runtime, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = runtime.engine.load
+
+    async def refuse(policy: str, adapter: Path) -> None:
+        raise ConfigError("The engine is out of sorts.")
+
+    monkeypatch.setattr(runtime.engine, "load", refuse)
+    body = encode_batch(batch(NAME, 1, groups=1))
+    with pytest.raises(ConfigError, match="out of sorts"):
+        await run(programs, "train", body)
+    assert steps(runtime) == [0]
+    assert runtime.policies == ["p/m@0"]
+    monkeypatch.setattr(runtime.engine, "load", load)
+    assert (await run(programs, "train", body)).step == 1
+    async with runtime.policy(str(NAME)) as policy:
+        assert policy == "p/m@1"
+        assert (await runtime.engine.create("chat/completions", CHAT, policy))["model"] == policy
+
+
+async def test_a_step_that_breaks_half_way_leaves_no_trace(
+    runtime: Runtime, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights were changed already when saving failed: the next step starts from the store."""
+    body = encode_batch(batch(NAME, 1, groups=1))
+    save_state = runtime.trainer.save_state
+
+    def break_down(name: str, folder: Path) -> None:
+        raise RuntimeError("The saving broke.")
+
+    monkeypatch.setattr(runtime.trainer, "save_state", break_down)
+    with pytest.raises(RuntimeError, match="saving broke"):
+        await run(programs, "train", body)
+    assert steps(runtime) == [0]
+    assert list(runtime.cache.rglob("*.partial")) == []
+    monkeypatch.setattr(runtime.trainer, "save_state", save_state)
+    await run(programs, "train", body)
+    after_failure = runtime.newest(NAME)
+
+    assert (after_failure.step, steps(runtime)) == (1, [0, 1])
+    undisturbed = await _train_again_from_step_0(runtime, body)
+    assert after_failure.files == undisturbed
+
+
+async def _train_again_from_step_0(runtime: Runtime, body: bytes) -> dict[str, Blob]:
+    """The files that the step has when nothing goes wrong on the way."""
+    other = Runtime(
+        Settings(
+            state=runtime.settings.state.with_name("state-2"),
+            store=str(runtime.settings.state.with_name("store-2")),
+        )
+    )
+    try:
+        assert runtime.base is not None
+        programs = Programs(other, 1 << 24)
+        request = RegisterRequest(base_model=runtime.base.name, lora=LoRAConfig(rank=4))
+        await run(programs, "register", request.model_dump_json().encode())
+        await run(programs, "train", body)
+        return other.newest(NAME).files
+    finally:
+        await other.close()
+
+
+async def test_the_same_call_is_found_in_the_store_without_a_journal(
+    runtime: Runtime, programs: Programs
+) -> None:
+    """The server and its disk are gone, the store is not; the client sends its call again."""
+    body, call = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
+    first = await run(programs, "train", body, call)
+    again = Programs(runtime, 1 << 24)
+    await again.reopen([NAME])
+    assert await run(again, "train", body, call) == first
+    assert steps(runtime) == [0, 1]
+
+
+async def test_requests_for_more_steps_than_stay_loaded_at_once(
+    runtime: Runtime, programs: Programs
+) -> None:
+    """Loading and unloading under each other's feet, with requests that are given up."""
+    body = encode_batch(batch(NAME, 1, groups=1))
+    for _ in range(STEPS):
+        await run(programs, "train", body)
+
+    async def ask(number: int) -> None:
+        name = f"{NAME}@{number % (STEPS + 1)}"
+        async with runtime.policy(name) as policy:
+            patience = 0.001 if number % 5 == 0 else None
+            answering = runtime.engine.create("chat/completions", CHAT, policy)
+            with contextlib.suppress(TimeoutError):
+                answer: dict[str, Any] = await asyncio.wait_for(answering, patience)
+                assert answer["model"] == name
+
+    await asyncio.gather(*(ask(number) for number in range(40)))
+    assert set(runtime._in_use.values()) == {0}
+    assert runtime._folders.keys() == runtime._in_use.keys() == set(runtime.policies)
+    assert sorted(runtime.policies) == runtime.engine.policies()
+    assert len(runtime.policies) < STEPS
+    with pytest.raises(NotFoundError, match=f"no step {STEPS + 1}"):
+        await runtime.policy(f"{NAME}@{STEPS + 1}").__aenter__()
