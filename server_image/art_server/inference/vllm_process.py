@@ -37,6 +37,8 @@ START_SECONDS = 1800.0
 """How long vLLM may take to load a model; it says what it does meanwhile."""
 SAY_SECONDS = 5.0
 END_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 300
+"""Of an idle connection: we close it before vLLM does, who might while a request is on its way."""
 LINE_BYTES = 1 << 20
 LAST_LINES = 15
 
@@ -89,6 +91,7 @@ class VllmSettings:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_V2_MODEL_RUNNER": "0",  # vllm_main knows V1
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEP_ALIVE_SECONDS),
             "NO_COLOR": "1",
         }
         if self.can_sleep:
@@ -196,7 +199,9 @@ class VllmProcess:
     def session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             "http://vllm",
-            connector=aiohttp.UnixConnector(str(self.address), limit=0),
+            connector=aiohttp.UnixConnector(
+                str(self.address), limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS
+            ),
             headers={"Authorization": f"Bearer {self.key}"},
             timeout=aiohttp.ClientTimeout(total=None),
         )

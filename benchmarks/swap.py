@@ -1,0 +1,116 @@
+"""From the optimizer step's end to the first token of the new version.
+
+Ours is a `backend.train` call and what follows it, as its caller sees it: the step is saved, loaded
+by vLLM, compared with the trainer (the canary), made durable in the store, told to the client, and
+the first token of a stream by the new step has come through the gateway. The peer is the same vLLM
+driven by hand, as one does without a server like ours: `save_pretrained` of a PEFT model with an
+adapter of the same size, `POST /v1/load_lora_adapter` from a new path, first token of a stream.
+Both sides take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from harness import report
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+from vllm_server import Servers
+
+import art_cloud as art
+from art_cloud.config import LoRAConfig
+
+STEPS, WARM_UP = 40, 3
+PROMPT: dict[str, Any] = {"prompt": list(range(10, 42)), "max_tokens": 4, "stream": True}
+
+
+def make_peer(folder: Path) -> PeftModel:
+    lora = LoRAConfig()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
+    return get_peft_model(model, config)
+
+
+async def first_token(session: aiohttp.ClientSession, name: str) -> None:
+    async with session.post("/v1/completions", json={**PROMPT, "model": name}) as answer:
+        assert answer.status == 200, await answer.text()
+        await answer.content.readany()
+
+
+async def rollout(servers: Servers, reward: float) -> art.Trajectory:
+    answer = await servers.model.openai_client().chat.completions.create(
+        model=servers.model.get_inference_name(),
+        messages=[{"role": "user", "content": "Your move?"}],
+        max_tokens=16,
+    )
+    messages = [{"role": "user", "content": "Your move?"}, answer.choices[0]]
+    return art.Trajectory(messages_and_choices=messages, reward=reward)
+
+
+async def ours(servers: Servers, rng: random.Random) -> float:
+    groups = await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(rollout(servers, rng.random()) for _ in range(4))], pbar_desc=None
+    )
+    await servers.backend.train(servers.model, groups)
+    await first_token(servers.gateway, str(servers.model.full_name))
+    return time.monotonic() - float((servers.scratch / "stepped").read_text())
+
+
+async def peer(servers: Servers, model: PeftModel, step: int) -> float:
+    folder, name = servers.scratch / "by-hand" / str(step), f"by-hand-{step}"
+    start = time.monotonic()
+    model.save_pretrained(folder)
+    body = {"lora_name": name, "lora_path": str(folder)}
+    async with servers.vllm.post("/v1/load_lora_adapter", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+    await first_token(servers.vllm, name)
+    took = time.monotonic() - start
+    async with servers.vllm.post("/v1/unload_lora_adapter", json={"lora_name": name}):
+        pass
+    return took
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+async def main() -> None:
+    rng = random.Random(0)
+    taken: dict[str, list[float]] = {"ours": [], "peer": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        async with Servers(Path(scratch)) as servers:
+            model = make_peer(servers.folder)
+            for step in range(WARM_UP + STEPS):
+                seconds = {"ours": await ours(servers, rng)}
+                seconds["peer"] = await peer(servers, model, step)
+                if step >= WARM_UP:
+                    for side, took in seconds.items():
+                        taken[side].append(took * 1000)
+                print(
+                    {side: round(took * 1000, 1) for side, took in seconds.items()}, file=sys.stderr
+                )
+    p50 = {side: statistics.median(values) for side, values in taken.items()}
+    report(
+        "swap",
+        round(p50["ours"], 1),
+        round(p50["peer"], 1),
+        "stock vLLM by hand: save_pretrained, load_lora_adapter, first token",
+        p50["peer"] / p50["ours"],
+        "ms",
+        ours_p99=round(quantile(taken["ours"], 0.99), 1),
+        peer_p99=round(quantile(taken["peer"], 0.99), 1),
+        steps=STEPS,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
