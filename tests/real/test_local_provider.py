@@ -154,12 +154,15 @@ async def test_the_commands(cluster_home: Path) -> None:
     started = json.loads((await art_cloud("up", "--name", "one", "--json")).stdout)
     assert started["name"] == "one"
     assert started["store"] == (cluster_home / "store").as_uri()
-    async with art.connect(started["url"], started["token"]) as backend:
+    assert "token" not in started
+    told = await art_cloud("up", "--name", "one", "--json", "--show-token")
+    token = json.loads(told.stdout)["token"]
+    async with art.connect(started["url"], token) as backend:
         assert (await backend.info()).store == started["store"]
     shown = await art_cloud("up", "--name", "one")
     assert 'art.connect(name="one")' in shown.stdout
-    assert started["token"] not in shown.output
-    assert started["token"] in (await art_cloud("up", "--name", "one", "--show-token")).stdout
+    assert token not in shown.output
+    assert token in (await art_cloud("up", "--name", "one", "--show-token")).stdout
 
     one = json.loads((await art_cloud("status", "one", "--json")).stdout)
     assert (one["name"], one["state"], one["server"]["engine"]) == (
@@ -167,7 +170,7 @@ async def test_the_commands(cluster_home: Path) -> None:
         "running",
         "transformers",
     )
-    assert started["token"] not in json.dumps(one)
+    assert token not in json.dumps(one)
     assert "running" in (await art_cloud("status")).stdout
     assert started["url"] in (await art_cloud("logs", "one")).stdout
     listed = await art_cloud("checkpoints", "ls", "games/agent", "--name", "one", "--json")
