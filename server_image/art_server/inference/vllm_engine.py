@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -236,10 +237,11 @@ class VllmEngine:
         """Wait for vLLM and `reach` it; `again` if it was not there, or went away like this."""
         while True:
             await self._up(choices)
+            process = self._process
             try:
                 return await reach()
             except again:
-                self._hold("vLLM went away")
+                self._give_up(process)
 
     @asynccontextmanager
     async def _post(
@@ -266,13 +268,16 @@ class VllmEngine:
         if response.status < 500:
             return refused(response.status, error)
         if "EngineDead" in text or "EngineCore" in text:
+            self._give_up(self._process)
             return self._lost(None)
         return ServerError(f"vLLM failed ({response.status}): {error.get('message')}")
 
     def _lost(self, error: Exception | None) -> ArtCloudError:
         if self._ended is not None:
             return self._ended
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, aiohttp.ClientConnectorError) or (
+            isinstance(error, OSError) and error.errno == errno.EPIPE
+        ):
             return NotReachedError("vLLM is not there. It is being started again.")
         log.warning("a request was lost with vLLM: %s", error or "its engine died")
         return ServerUnavailableError(
@@ -294,6 +299,12 @@ class VllmEngine:
     def _open(self) -> None:
         self._reason = None
         self._ready.set()
+
+    def _give_up(self, process: VllmProcess) -> None:
+        """Of a vLLM that can't be used: see to it that it ends, so that it is started again."""
+        if process is self._process:
+            self._hold("vLLM is being started again")
+            process.kill()
 
     def _hold(self, reason: str) -> None:
         self._reason = reason
