@@ -122,9 +122,12 @@ class Checkpoints:
         Blobs go first, the manifest last. Returns the manifest that stands; raises `RivalError` if
         another call took the step's number.
         """
+        return self.create(draft.model_copy(update={"files": self.upload(folder)}))
+
+    def upload(self, folder: Path) -> dict[str, Blob]:
+        """The first half of `commit`: the blobs, by their paths in `folder`."""
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        files = {path.relative_to(folder).as_posix(): self.store.put_blob(path) for path in paths}
-        return self._create(draft.model_copy(update={"files": files}))
+        return {path.relative_to(folder).as_posix(): self.store.put_blob(path) for path in paths}
 
     def fetch(self, manifest: Manifest, folder: Path, *, only: str = "") -> Path:
         """Write the step's files (those whose path starts with `only`) to a folder of its own.
@@ -168,7 +171,7 @@ class Checkpoints:
         target = Checkpoints(self.store, to)
         if target.steps():
             raise ConflictError(f"{to} exists already. Fork to a name that is free.")
-        return target._create(
+        return target.create(
             source.model_copy(
                 update={
                     "project": to.project,
@@ -221,7 +224,8 @@ class Checkpoints:
     def _key(self, step: int) -> str:
         return f"{self.name}/steps/{step:06d}.json"
 
-    def _create(self, manifest: Manifest) -> Manifest:
+    def create(self, manifest: Manifest) -> Manifest:
+        """The second half of `commit`: the manifest, whose files are in the store."""
         key = self._key(manifest.step)
         if self.store.create(key, manifest.model_dump_json(indent=1).encode()):
             return manifest

@@ -7,6 +7,7 @@ the newest step and the call's body.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -174,11 +175,21 @@ class Programs:
             return runtime.folder(draft)
 
         folder = await runtime.in_training_thread(save)
-        async with runtime.serving(draft, folder) as canary:
-            compared = draft.model_copy(update={"metrics": draft.metrics | {"canary": canary}})
-            checkpoints = runtime.checkpoints(draft.name)
-            manifest = await runtime.in_training_thread(checkpoints.commit, compared, folder)
-            runtime.set_newest(manifest)
+        checkpoints = runtime.checkpoints(draft.name)
+        uploading = asyncio.create_task(asyncio.to_thread(checkpoints.upload, folder))
+        try:
+            async with runtime.serving(draft, folder) as canary:
+                found = {
+                    "metrics": draft.metrics | {"canary": canary},
+                    "files": await asyncio.shield(uploading),
+                }
+                manifest = await runtime.in_training_thread(
+                    checkpoints.create, draft.model_copy(update=found)
+                )
+                runtime.set_newest(manifest)
+        finally:
+            await asyncio.wait([uploading])
+            uploading.exception()  # raised above, unless the canary was first
         return manifest
 
     async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:

@@ -7,6 +7,7 @@ name is turned into the newest policy here, for each request.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -347,5 +348,6 @@ class Runtime:
             await asyncio.to_thread(shutil.rmtree, self._folders.pop(policy))
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     return {name: version(name) for name in ("art-cloud", "torch", "transformers", "peft")}
