@@ -56,7 +56,10 @@ async def pid_of(name: str) -> int:
     return int(instance.detail.removeprefix("pid "))
 
 
-async def test_from_up_to_down(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_from_up_to_down(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_PROGRESS", "1")
     async with art.up("local", name="one", base_model=str(tiny_model), idle="5m") as backend:
         assert (await backend.info()).base_model == str(tiny_model)
         phases = capfd.readouterr().err
