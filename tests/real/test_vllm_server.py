@@ -83,5 +83,12 @@ async def test_it_learns_from_what_vllm_sampled(
 
 async def test_nothing_is_left_when_the_server_is_killed(server: ServerProcess) -> None:
     processes = vllm_processes(server)
+    [socket] = {
+        Path(arguments[arguments.index("--uds") + 1])
+        for arguments in (process.cmdline() for process in processes)
+        if "--uds" in arguments
+    }
+    assert socket.exists()
     server.kill()
     wait_until(lambda: not alive(processes), 20)
+    assert not socket.parent.exists()

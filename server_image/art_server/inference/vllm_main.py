@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 
-def end_with_parent() -> None:
-    """Kill this process group once standard input is at its end."""
+def end_with_parent(socket: str) -> None:
+    """Kill this process group once standard input is at its end, and remove the socket."""
 
     def wait() -> None:
         while os.read(0, 1):
             pass
+        with suppress(OSError):
+            os.unlink(socket)
+            os.rmdir(os.path.dirname(socket))
         os.killpg(0, signal.SIGKILL)
 
     if os.getpgrp() != os.getpid():
@@ -82,7 +87,7 @@ def change() -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(sys.argv[sys.argv.index("--uds") + 1])
 change()
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server.entry import main
