@@ -77,7 +77,8 @@ class Servers:
         self._process.start()
         give_up = time.monotonic() + STARTING_SECONDS
         while not self._endpoint.exists():
-            assert self._process.is_alive() and time.monotonic() < give_up, self._log()
+            assert self._process.is_alive(), self._log()
+            assert time.monotonic() < give_up, self._log()
             await asyncio.sleep(0.1)
         url = json.loads(self._endpoint.read_text())["url"]
         note = json.loads((self.scratch / "vllm.json").read_text())
