@@ -37,6 +37,8 @@ T = TypeVar("T")
 ROUTES: tuple[Route, ...] = ("chat/completions", "completions")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
+OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Failures of a connection that vLLM has no part in."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
 
@@ -237,29 +239,29 @@ class VllmEngine:
         """Wait for vLLM and `reach` it; `again` if it was not there, or went away like this."""
         while True:
             await self._up(choices)
-            process = self._process
-            try:
+            with suppress(again):
                 return await reach()
-            except again:
-                self._give_up(process)
 
     @asynccontextmanager
     async def _post(
         self, path: str, content: dict[str, Any] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._session is not None
+        process = self._process
         data = None if content is None else json.dumps(content, ensure_ascii=False).encode()
         try:
             async with self._session.post(
                 path, data=data, headers={"Content-Type": "application/json"}
             ) as response:
                 if response.status != 200:
-                    raise await self._refusal(response)
+                    raise await self._refusal(process, response)
                 yield response
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from error
+            raise self._lost(process, error) from error
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> ArtCloudError:
+    async def _refusal(
+        self, process: VllmProcess, response: aiohttp.ClientResponse
+    ) -> ArtCloudError:
         text = await response.text()
         try:
             error = json.loads(text)["error"]
@@ -268,13 +270,15 @@ class VllmEngine:
         if response.status < 500:
             return refused(response.status, error)
         if "EngineDead" in text or "EngineCore" in text:
-            self._give_up(self._process)
-            return self._lost(None)
+            return self._lost(process, None)
         return ServerError(f"vLLM failed ({response.status}): {error.get('message')}")
 
-    def _lost(self, error: Exception | None) -> ArtCloudError:
+    def _lost(self, process: VllmProcess, error: Exception | None) -> ArtCloudError:
         if self._ended is not None:
             return self._ended
+        if isinstance(error, OSError) and error.errno in OUR_OWN:
+            return ServerError(f"The server can't ask vLLM: {error}. Send fewer requests at once.")
+        self._give_up(process)
         if isinstance(error, aiohttp.ClientConnectorError) or (
             isinstance(error, OSError) and error.errno == errno.EPIPE
         ):
@@ -382,9 +386,9 @@ class VllmEngine:
             self._process = VllmProcess(self.settings)
             try:
                 return await self._launch()
-            except ArtCloudError as error:
+            except (ArtCloudError, aiohttp.ClientError, OSError) as error:
                 log.error("start %d of %d failed: %s", attempt + 1, STARTS, error)
-                failure = error
+                failure: Exception = error
         self._ended = ServerUnavailableError(f"vLLM does not come back. {failure}")
 
 
