@@ -246,7 +246,10 @@ async def test_what_ignores_the_signal_is_killed_with_all_that_it_started(
     )
     assert server.stdout is not None
     child = psutil.Process(int(await server.stdout.readline()))
-    await until_listed("stuck")
+    endpoint = cluster_home / "clusters" / "stuck" / "endpoint.json"
+    async with asyncio.timeout(120):
+        while not endpoint.exists():  # from then on it hears signals
+            await asyncio.sleep(0.05)
     os.kill(server.pid, signal.SIGSTOP)
     monkeypatch.setattr(local, "ENDING_SECONDS", 0.2)
     await get_provider("local").terminate("stuck")
