@@ -42,6 +42,7 @@ def up(
     engine: str = "transformers",
     idle: str | float = "15m",
     keep: bool = False,
+    **options: Any,
 ) -> Up:
     """Start a cluster, or find the running one of this name, and connect to its server.
 
@@ -55,6 +56,7 @@ def up(
         idle: How long the server stays without a client and without work: "90s", "15m", "2h", or
             seconds. Then it exits, and its machine with it.
         keep: Leave the cluster running when the `async with` block ends.
+        options: The provider's own; see its page.
 
     Returns:
         An object for `async with` (ends the cluster with the block, unless `keep` is set, it ran
@@ -74,6 +76,7 @@ def up(
             base_model=base_model and whole_path(base_model),
             engine=engine,
             idle_seconds=parse_duration(idle),
+            options=options,
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -114,6 +117,7 @@ class Up:
 
     async def _open(self) -> Backend:
         provider = get_provider(self._spec.provider)
+        await provider.offers(self._spec)
         registry = Registry()
         await self._clear(registry, provider)
         record, fresh = registry.claim(self.name, self._spec)
@@ -298,7 +302,7 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
 
 def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
     """Refuse to hand out a running cluster as something that it is not."""
-    for field in ("provider", "store", "base_model", "engine"):
+    for field in ("provider", "store", "base_model", "engine", "options"):
         has, wants = getattr(record.spec, field), getattr(asked, field)
         if has != wants and None not in (has, wants):
             raise ConfigError(

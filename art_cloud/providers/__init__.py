@@ -12,24 +12,43 @@ from datetime import datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, Protocol
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, SecretStr
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, SecretStr
 
 from ..config import Frozen
 from ..errors import ConfigError
 
 ENTRY_POINTS = "art_cloud.providers"
+TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
 
 
 class ClusterSpec(Frozen):
-    """What a cluster is asked to be. The token is never part of its JSON or its repr."""
+    """What a cluster is asked to be. What is secret is never part of its JSON or its repr."""
 
     provider: str
     store: str
     base_model: str | None = None
     engine: str = "transformers"
     idle_seconds: PositiveFloat = 900.0
+    options: dict[str, JsonValue] = {}
+    """The provider's own, which it checks in `offers`."""
     token: SecretStr = Field(default=SecretStr(""), exclude=True, repr=False)
     """The bearer token that the server must ask for."""
+    secrets: dict[str, SecretStr] = Field(default={}, exclude=True, repr=False)
+    """Environment variables that the server needs beside it: credentials of the store."""
+
+    def server_arguments(self, name: str) -> list[str]:
+        """Those of `art-server` that say what this cluster is; where it keeps its state is the
+        provider's business."""
+        arguments = ["--name", name, "--store", self.store]
+        arguments += ["--engine", self.engine, "--idle", f"{self.idle_seconds:g}"]
+        if self.base_model is not None:
+            arguments += ["--model", self.base_model]
+        return arguments
+
+    def server_environment(self) -> dict[str, str]:
+        """Environment variables of `art-server`; all of them are secrets."""
+        secrets = {TOKEN: self.token, **self.secrets}
+        return {key: value.get_secret_value() for key, value in secrets.items()}
 
 
 class Offer(Frozen):
@@ -42,10 +61,20 @@ class Offer(Frozen):
     spot: bool = False
 
 
+class SSHRoute(Frozen):
+    """A machine that is reached by ssh, under the name by which the user's ssh knows it."""
+
+    host: str
+    config: str | None = None
+    """Another file than ~/.ssh/config."""
+
+
 class Endpoint(Frozen):
     """How this machine reaches a cluster's server."""
 
     url: str
+    ssh: SSHRoute | None = None
+    """Where `url` is an address of another machine: the way there."""
 
 
 class Instance(Frozen):

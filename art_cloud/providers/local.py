@@ -59,6 +59,8 @@ class _Server:
 
 class LocalProvider:
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        if spec.options:
+            raise ConfigError(f"A local cluster has no option {', '.join(spec.options)}.")
         return [Offer(provider="local", region="this machine", price_per_hour=0.0)]
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
@@ -81,17 +83,14 @@ class LocalProvider:
 
     def _start(self, spec: ClusterSpec, name: str, folder: Path, lock: int) -> None:
         command = [sys.executable, "-P", "-m", "art_server"]
-        command += ["--name", name, "--state", str(folder), "--store", spec.store]
-        command += ["--engine", spec.engine, "--idle", f"{spec.idle_seconds:g}"]
-        if spec.base_model is not None:
-            command += ["--model", spec.base_model]
+        command += ["--state", str(folder), *spec.server_arguments(name)]
         with suppress(FileNotFoundError):
             (folder / "server.log").replace(folder / "server.1.log")
         log = os.open(folder / "server.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         try:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {"ART_CLOUD_TOKEN": spec.token.get_secret_value()},
+                env=os.environ | spec.server_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
