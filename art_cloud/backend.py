@@ -101,6 +101,15 @@ class Backend:
             await model.close()
         await self._server.close()
 
+    async def back(self) -> str:
+        """Wait until the server answers, and return its address.
+
+        Raises:
+            ServerUnavailableError: it did not for `patience` seconds.
+        """
+        await self._server.call("GET", "server")
+        return self.url
+
     async def info(self) -> ServerInfo:
         """What the server says of itself.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import httpx
@@ -72,6 +72,10 @@ class Patience:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
 
+Recover = Callable[[], Awaitable[bool]]
+"""Asked while a server can't be reached: whether there is one again. May raise why there is none."""
+
+
 class ServerClient:
     """Calls to the routes under `/art/v1` of one server."""
 
@@ -82,16 +86,27 @@ class ServerClient:
         *,
         patience: float,
         transport: httpx.AsyncBaseTransport | None = None,
+        recover: Recover | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
         self.patience = patience
+        self.recover = recover
         self._client = httpx.AsyncClient(
-            base_url=f"{self.url}/art/v1/",
             headers={"Authorization": f"Bearer {token}", VERSION: __version__},
             timeout=TIMEOUT,
             transport=transport,
-            trust_env=not is_loopback(self.url),
+            trust_env=not is_loopback(url),
         )
+        self.url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @url.setter
+    def url(self, url: str) -> None:
+        """The server's address, also another one later: calls under way go on there."""
+        self._url = url.rstrip("/")
+        self._client.base_url = httpx.URL(f"{self._url}/art/v1/")
 
     async def call(
         self,
@@ -125,11 +140,11 @@ class ServerClient:
                         f"{method} {self.url}: the connection broke before the answer ({error!r}). "
                         "It may have been carried out: look before you repeat it."
                     ) from error
-                await patience.wait(error)
+                await self._wait(patience, error)
             except (ServerUnavailableError, ServerStoppingError) as error:
                 if not repeatable:
                     raise
-                await patience.wait(error)
+                await self._wait(patience, error)
 
     async def events(self, job: str) -> AsyncIterator[JobEvent]:
         """The job's events from the first to the last, over as many connections as it takes.
@@ -165,7 +180,13 @@ class ServerClient:
                 dropped = error
             if time.monotonic() - connected_at > LONGEST_PAUSE:
                 patience.heard()
-            await patience.wait(dropped)
+            await self._wait(patience, dropped)
+
+    async def _wait(self, patience: Patience, error: Exception) -> None:
+        if self.recover is not None and await self.recover():
+            patience.heard()
+        else:
+            await patience.wait(error)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -132,6 +132,8 @@ class Model(BaseModel, Generic[ConfigT]):
     def _make_client(self) -> AsyncOpenAI:
         import openai
 
+        from .openai_http import http_client
+
         if self.inference_base_url is None or self.inference_api_key is None:
             raise ConfigError(
                 f"It is not known where model {self.name!r} answers. "
@@ -141,14 +143,13 @@ class Model(BaseModel, Generic[ConfigT]):
                     else "Give inference_base_url and inference_api_key."
                 )
             )
-        limits = type(openai.DEFAULT_CONNECTION_LIMITS)  # of the httpx that openai is built on
         return openai.AsyncOpenAI(
             base_url=self.inference_base_url,
             api_key=self.inference_api_key,
             max_retries=RETRIES,
             timeout=REQUEST_SECONDS,
-            http_client=openai.DefaultAsyncHttpxClient(
-                limits=limits(max_connections=None, max_keepalive_connections=256),
+            http_client=http_client(
+                self._backend.back if self._backend and self.trainable else None,
                 timeout=REQUEST_SECONDS,
                 trust_env=not is_loopback(self.inference_base_url),
             ),

@@ -1,0 +1,79 @@
+"""The HTTP client under `openai_client()`: a request waits for its server instead of failing.
+
+A completion has no effect but its answer, so one whose connection broke is sent again, once the
+server is back or another has taken its place, at whatever address that has then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import openai
+
+_httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]]
+"""The httpx that openai is built on."""
+
+BROKEN = (_httpx.NetworkError, _httpx.RemoteProtocolError, _httpx.ConnectTimeout)
+REPEATS = 5
+"""How often one request is sent again: a request that ends its server should not end ten."""
+
+Back = Callable[[], Awaitable[str]]
+"""Waits until the server answers; returns its address. Raises if it does not come back."""
+
+
+def http_client(
+    back: Back | None, *, timeout: float, trust_env: bool
+) -> openai.DefaultAsyncHttpxClient:
+    """Args:
+    back: None: a request whose connection broke fails.
+    timeout: seconds.
+    """
+    limits = _httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    options = {"limits": limits, "timeout": timeout, "trust_env": trust_env}
+    return openai.DefaultAsyncHttpxClient(**options) if back is None else Patient(back, **options)
+
+
+class Patient(openai.DefaultAsyncHttpxClient):
+    def __init__(self, back: Back, **options: Any) -> None:
+        super().__init__(**options)
+        self._back = back
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        for repeat in range(REPEATS + 1):
+            try:
+                response = await super().send(request, **options)
+            except BROKEN:
+                if repeat == REPEATS:
+                    raise
+                now = _httpx.URL(await self._back())
+                request.url = request.url.copy_with(host=now.host, port=now.port)
+                request.headers["Host"] = now.netloc.decode()
+            else:
+                if options.get("stream"):
+                    response.stream = _Stream(response.stream, request)
+                return response
+        raise AssertionError
+
+
+class _Stream(_httpx.AsyncByteStream):  # type: ignore[misc]
+    """An answer on its way: what of it has come can't be taken back, so it is not repeated."""
+
+    def __init__(self, stream: Any, request: Any) -> None:
+        self._stream = stream
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._stream:
+                yield chunk
+        except BROKEN as error:
+            raise openai.APIConnectionError(
+                message=f"The connection broke in the middle of an answer ({error!r}). What came "
+                "before is not the whole of it: repeat the request.",
+                request=self._request,
+            ) from error
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
