@@ -127,14 +127,18 @@ class Backend:
         await self.info()
         if not isinstance(model, TrainableModel):
             return model.attach(self)
+        await self.prepare(model)
+        model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+
+    async def prepare(self, model: TrainableModel[Any]) -> None:
+        """Have the server load the newest step of `model`, or make its step 0."""
         base_model = model.base_model
         if is_loopback(self.url):
             base_model = whole_path(base_model)
         request = RegisterRequest(base_model=base_model, lora=model.lora)
         await self._run_job("PUT", path_of(model.full_name), request, f"register {model.name}")
-        model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
-        if not any(known is model for known in self._models):
-            self._models.append(model)
 
     async def train(
         self,

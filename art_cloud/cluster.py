@@ -11,25 +11,22 @@ import asyncio
 import re
 import time
 from collections.abc import Coroutine, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from .attached import AttachedBackend, Replace
 from .backend import Backend
-from .errors import ArtCloudError, ConfigError, ConflictError, LaunchError, NotFoundError
-from .http import ServerClient
+from .errors import ConfigError, ConflictError, LaunchError, NotFoundError
 from .names import whole_path
 from .progress import console, enabled, say
-from .providers import ClusterSpec, Provider, get_provider
-from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
+from .providers import ClusterSpec, Endpoint, Provider, get_provider
+from .registry import ClusterRecord, Registry, default_name, home, in_use, unknown
+from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
-LAUNCH_SECONDS = 1800.0
-"""A cluster whose server does not listen after this long is given up, and ended."""
-PING_SECONDS = 30.0
-"""Far below the shortest idle limit that makes sense."""
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -41,6 +38,7 @@ def up(
     base_model: str | None = None,
     engine: str = "transformers",
     idle: str | float = "15m",
+    on_loss: OnLoss = "relaunch",
     keep: bool = False,
     **options: Any,
 ) -> Up:
@@ -55,6 +53,9 @@ def up(
         engine: What samples on the server.
         idle: How long the server stays without a client and without work: "90s", "15m", "2h", or
             seconds. Then it exits, and its machine with it.
+        on_loss: What to do when its machine is lost while this program uses it: "relaunch" starts
+            another by the same spec, which goes on from the store while calls wait; "raise" lets
+            them fail.
         keep: Leave the cluster running when the `async with` block ends.
         options: The provider's own; see its page.
 
@@ -81,15 +82,16 @@ def up(
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"up({'.'.join(map(str, first['loc']))}): {first['msg']}.") from error
-    return Up(name or default_name(provider), spec, keep=keep)
+    return Up(name or default_name(provider), spec, on_loss=on_loss, keep=keep)
 
 
 class Up:
     """A cluster on its way: enter it with `async with`, or `await` it."""
 
-    def __init__(self, name: str, spec: ClusterSpec, *, keep: bool) -> None:
+    def __init__(self, name: str, spec: ClusterSpec, *, on_loss: OnLoss, keep: bool) -> None:
         self.name = name
         self._spec = spec
+        self._on_loss = on_loss
         self._keep = keep
         self._own: ClusterRecord | None = None
         self._backend: Backend | None = None
@@ -125,7 +127,7 @@ class Up:
         self._own = record if fresh else None
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                self._backend = await _start(provider, record, fresh=fresh)
+                self._backend = await _start(provider, record, fresh=fresh, on_loss=self._on_loss)
         except BaseException as error:
             if self._own is not None:
                 await _end_ours(self._own)
@@ -193,7 +195,7 @@ class Connect:
         if self._name is not None:
             self._backend = await _connect_by_name(self._name)
         else:
-            self._backend = await _handshake(str(self._url), str(self._token))
+            self._backend = await _handshake(Endpoint(url=str(self._url)), str(self._token))
         return self._backend
 
 
@@ -208,60 +210,31 @@ async def _connect_by_name(name: str) -> Backend:
             "why). Start it again with art.up(), or forget it: art-cloud down " + name
         )
     endpoint = await provider.endpoint(name)
-    return await _handshake(endpoint.url, record.spec.token.get_secret_value(), name)
+    return await _handshake(endpoint, record.spec.token.get_secret_value(), name)
 
 
-async def _start(provider: Provider, record: ClusterRecord, *, fresh: bool) -> Backend:
+async def _start(
+    provider: Provider, record: ClusterRecord, *, fresh: bool, on_loss: OnLoss
+) -> Backend:
     spec = record.spec
     with _phase(record.name, f"provisioning on {spec.provider}" if fresh else "found"):
         await provider.launch(spec, record.name)
     with _phase(record.name, "boot"):
         endpoint = await provider.endpoint(record.name)
     with _phase(record.name, "ready"):
-        return await _handshake(endpoint.url, spec.token.get_secret_value(), record.name)
+        replace = Relauncher(provider, record, on_loss)
+        return await _handshake(endpoint, spec.token.get_secret_value(), record.name, replace)
 
 
-async def _handshake(url: str, token: str, name: str | None = None) -> Backend:
-    backend = AttachedBackend(url, token, name)
+async def _handshake(
+    endpoint: Endpoint, token: str, name: str | None = None, replace: Replace | None = None
+) -> Backend:
+    backend = AttachedBackend(endpoint, token, name, replace)
     try:
         return await backend.__aenter__()
     except BaseException:
         await backend.close()
         raise
-
-
-class AttachedBackend(Backend):
-    """A `Backend` whose server sees, from opening to closing, that it has a client.
-
-    So do other programs of this user, if it is of the recorded cluster `name`.
-    """
-
-    def __init__(self, url: str, token: str, name: str | None = None) -> None:
-        super().__init__(url, token)
-        self._pinging: asyncio.Task[None] | None = None
-        self._use = Use(name) if name else None
-
-    async def __aenter__(self) -> Backend:
-        await super().__aenter__()
-        self._pinging = asyncio.create_task(self._ping())
-        return self
-
-    async def close(self) -> None:
-        if self._pinging is not None:
-            self._pinging.cancel()
-        if self._use is not None:
-            self._use.end()
-        await super().close()
-
-    async def _ping(self) -> None:
-        server = ServerClient(self.url, self._token, patience=0)
-        try:
-            while True:
-                await asyncio.sleep(PING_SECONDS)
-                with suppress(ArtCloudError):  # whoever calls the server next is told
-                    await server.call("GET", "server")
-        finally:
-            await server.close()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ class Patience:
 
 
 Recover = Callable[[], Awaitable[bool]]
-"""Asked while a server can't be reached: whether there is one again. May raise why there is none."""
+"""Asked while a server can't be reached: is there one again? May raise why there won't be."""
 
 
 class ServerClient:

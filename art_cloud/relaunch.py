@@ -1,0 +1,69 @@
+"""What a lost machine is replaced by: another of the same spec, unless it ended as it should."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from .errors import LaunchError, ServerUnavailableError
+from .progress import say
+from .providers import Endpoint, Provider
+from .registry import ClusterRecord, Registry
+
+OnLoss = Literal["relaunch", "raise"]
+MAX_RELAUNCHES = 3
+"""Of one `up`: what is lost again and again has a cause that another machine won't cure."""
+LAUNCH_SECONDS = 1800.0
+"""A cluster whose server does not listen after this long is given up."""
+
+
+class Relauncher:
+    """Asked while the server of `record` can't be reached (`attached.Replace`)."""
+
+    def __init__(self, provider: Provider, record: ClusterRecord, on_loss: OnLoss) -> None:
+        self._provider = provider
+        self._record = record
+        self._on_loss = on_loss
+        self._relaunches = 0
+
+    async def __call__(self) -> Endpoint | None:
+        """Where the new server listens; None if the old one exists.
+
+        Raises:
+            ServerUnavailableError: it is gone and must not, or not once more, be started again.
+            LaunchError: the new one did not come up.
+        """
+        name = self._record.name
+        if any(instance.name == name for instance in await self._provider.list()):
+            return None
+        self._refuse_what_must_not_be()
+        self._relaunches += 1
+        say(
+            f"{name} is gone: its machine was lost, or its server ended (art-cloud logs {name}). "
+            f"Starting it again, {self._relaunches} of at most {MAX_RELAUNCHES} times."
+        )
+        try:
+            async with asyncio.timeout(LAUNCH_SECONDS):
+                await self._provider.launch(self._record.spec, name)
+                return await self._provider.endpoint(name)
+        except TimeoutError:
+            raise LaunchError(
+                f"The new server of {name} did not listen within {LAUNCH_SECONDS:.0f} s. What it "
+                f"wrote: art-cloud logs {name}. To end it: art-cloud down {name}"
+            ) from None
+
+    def _refuse_what_must_not_be(self) -> None:
+        record = self._record
+        now = Registry().get(record.name)
+        if now is None or now.spec.token != record.spec.token or now.state == "ending":
+            why = "It was ended: art-cloud down, or another program. Start it again with art.up()."
+        elif self._on_loss == "raise":
+            why = "Start it again with art.up(): it goes on from the newest step in its store."
+        elif self._relaunches >= MAX_RELAUNCHES:
+            why = (
+                f"It was started again {MAX_RELAUNCHES} times already. See what ends it: art-cloud "
+                f"logs {record.name}"
+            )
+        else:
+            return
+        raise ServerUnavailableError(f"The machine of {record.name} is gone. {why}")

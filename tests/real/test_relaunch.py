@@ -1,0 +1,117 @@
+"""A machine is lost under a running loop: the loop sees a pause, and the history has no gap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+import art_cloud as art
+from art_cloud import fleet, relaunch
+from art_cloud.checkpoints import Checkpoints
+from art_cloud.errors import ServerUnavailableError
+from art_cloud.providers import get_provider
+from art_cloud.store import open_store
+
+NAME = "lost"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+async def cluster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Path]:
+    home = tmp_path / "home"
+    monkeypatch.setenv("ART_CLOUD_HOME", str(home))
+    monkeypatch.setenv("ART_PROGRESS", "1")
+    yield home
+    for one in await fleet.status():
+        await fleet.down(one.name)
+
+
+async def lose_the_machine(home: Path) -> None:
+    """Its processes and its disk."""
+    [instance] = await get_provider("local").list()
+    process = psutil.Process(int(instance.detail.removeprefix("pid ")))
+    os.killpg(process.pid, signal.SIGKILL)
+    while await get_provider("local").list():
+        await asyncio.sleep(0.02)
+    shutil.rmtree(home / "clusters" / NAME)
+
+
+async def rollout(model: art.TrainableModel[None], reward: float) -> art.Trajectory:
+    answer = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=MESSAGES, max_tokens=12
+    )
+    return art.Trajectory(messages_and_choices=[*MESSAGES, answer.choices[0]], reward=reward)
+
+
+async def group_of(model: art.TrainableModel[None]) -> list[art.TrajectoryGroup]:
+    return await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(rollout(model, float(n % 2)) for n in range(4))]
+    )
+
+
+async def test_the_loop_sees_a_pause(
+    cluster_home: Path, tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = art.TrainableModel(name="agent", project="lost", base_model=str(tiny_model))
+    async with art.up("local", name=NAME) as backend:
+        await model.register(backend)
+        assert (await backend.train(model, await group_of(model))).step == 1
+
+        await lose_the_machine(cluster_home)
+        groups = await group_of(model)  # with the client that was made before
+        assert {sample.policy for g in groups for t in g for sample in t.samples()} == {
+            "lost/agent@1"
+        }
+
+        training = asyncio.create_task(backend.train(model, groups))
+        await lose_the_machine(cluster_home)
+        assert (await training).step == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert "lost is gone" in said
+        assert "Starting it again, 2 of at most 3 times." in said
+    steps = Checkpoints(open_store((cluster_home / "store").as_uri()), model.full_name)
+    assert steps.steps() == [0, 1, 2]
+    assert await get_provider("local").list() == []
+
+
+async def test_a_stream_that_breaks_says_what_to_do(cluster_home: Path, tiny_model: Path) -> None:
+    model = art.TrainableModel(name="agent", project="lost", base_model=str(tiny_model))
+    async with art.up("local", name=NAME) as backend:
+        await model.register(backend)
+        stream = await model.openai_client().chat.completions.create(
+            model=model.get_inference_name(), messages=MESSAGES, max_tokens=200, stream=True
+        )
+        await anext(aiter(stream))
+        await lose_the_machine(cluster_home)
+        with pytest.raises(openai.APIConnectionError, match="in the middle of an answer"):
+            async for _ in stream:
+                pass
+        assert await rollout(model, 0.0)
+
+
+async def test_what_is_not_brought_back(
+    cluster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with art.up("local", name=NAME) as backend:
+        await fleet.down(NAME)
+        with pytest.raises(ServerUnavailableError, match="It was ended: art-cloud down"):
+            await backend.info()
+
+    async with art.up("local", name=NAME, on_loss="raise") as backend:
+        await lose_the_machine(cluster_home)
+        with pytest.raises(ServerUnavailableError, match=r"gone\. Start it again with art\.up"):
+            await backend.info()
+
+    monkeypatch.setattr(relaunch, "MAX_RELAUNCHES", 0)
+    async with art.up("local", name=NAME) as backend:
+        await lose_the_machine(cluster_home)
+        with pytest.raises(ServerUnavailableError, match="started again 0 times already"):
+            await backend.info()
