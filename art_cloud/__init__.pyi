@@ -3,6 +3,7 @@ from .backend import Backend, TrainResult
 from .cluster import connect, up
 from .config import LoRAConfig, SFTConfig, TrainConfig
 from .errors import (
+    AnswerError,
     ArtCloudError,
     AuthError,
     CanaryError,
@@ -34,6 +35,7 @@ from .model_checkpoints import ModelCheckpoints
 from .pipeline import PipelineTrainer
 from .protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
 from .recording import RecordedTrajectory
+from .rewards import TrajectoryScore, ruler, ruler_score_group
 from .rollout import gather_trajectories, gather_trajectory_groups
 from .trajectory import (
     History,
@@ -46,6 +48,7 @@ from .trajectory import (
 )
 
 __all__ = [
+    "AnswerError",
     "ArtCloudError",
     "AuthError",
     "Backend",
@@ -90,11 +93,14 @@ __all__ = [
     "TrainableModel",
     "Trajectory",
     "TrajectoryGroup",
+    "TrajectoryScore",
     "UntrainableError",
     "VersionMismatchError",
     "__version__",
     "connect",
     "gather_trajectories",
     "gather_trajectory_groups",
+    "ruler",
+    "ruler_score_group",
     "up",
 ]

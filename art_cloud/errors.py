@@ -21,11 +21,13 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
     │   └── CanaryError              the engine would serve other weights than were trained
     ├── StoreError
     │   ├── StoreUnavailableError    the store did not answer: never read as "empty"
+    │   ├── StoreAccessError         the store refused the credentials: wrong, expired, not allowed
     │   ├── StoreFullError           no space left; the step before is whole
     │   └── CorruptBlobError         content does not match its hash; nothing was loaded
     ├── RolloutError
     │   ├── RolloutTimeoutError      one rollout passed its deadline
     │   └── TooManyExceptionsError   more rollouts failed than `max_exceptions` allows
+    ├── AnswerError                  a judge or a generator gave no answer that can be used
     └── ProviderError
         └── LaunchError              the machine or its server did not come up
 """
@@ -120,6 +122,10 @@ class StoreUnavailableError(StoreError):
     status = 503
 
 
+class StoreAccessError(StoreError):
+    code = "store_access_denied"
+
+
 class StoreFullError(StoreError):
     code = "store_full"
     status = 507
@@ -139,6 +145,10 @@ class RolloutTimeoutError(RolloutError):
 
 class TooManyExceptionsError(RolloutError):
     code = "too_many_exceptions"
+
+
+class AnswerError(ArtCloudError):
+    code = "unusable_answer"
 
 
 class ProviderError(ArtCloudError):
