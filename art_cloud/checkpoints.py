@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from pydantic import Field, ValidationError, field_validator
 
-from .config import Frozen, LoRAConfig
+from .config import Frozen, LoRAConfig, Retention
 from .errors import ConflictError, NotFoundError, RivalError, StoreError
 from .names import ModelName
 from .protocol import CheckpointInfo, Metrics
 from .store import Blob, Store
 
-Kind = Literal["init", "train", "sft", "fork"]
-STEP = re.compile(r"/steps/(\d{6,})\.json$")
+Kind = Literal["init", "train", "sft", "fork", "push"]
+STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
+READERS = 8
+"""Small files that are read at once: in S3 each takes a round trip."""
+
+R = TypeVar("R")
 
 
 class Parent(Frozen):
@@ -51,6 +56,8 @@ class Manifest(Frozen):
     lora: LoRAConfig
     files: dict[str, Blob] = {}
     metrics: Metrics = {}
+    retention: Retention | None = None
+    """Which steps of the model stay, by whoever registered it last."""
     versions: dict[str, str]
     """Of the packages that made it."""
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -90,31 +97,44 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The numbers of all steps, in order; empty for a model that was never registered."""
-        keys = self.store.list(f"{self.name}/steps/")
-        return sorted(int(found[1]) for key in keys if (found := STEP.search(key)))
+        return self._numbers("steps")
 
     def read(self, step: int) -> Manifest:
         try:
-            data = self.store.read(self._key(step))
+            return self._parse(self._key(step))
         except NotFoundError:
             steps = self.steps()
-            there = f"It has steps {_ranges(steps)}." if steps else "It has no steps at all."
+            there = f"It has steps {ranges(steps)}." if steps else "It has no steps at all."
             raise NotFoundError(f"{self.name} has no step {step}. {there}") from None
+
+    def record(self, step: int) -> Manifest:
+        """The step's manifest; of a step that was removed, what is left of it: all but its files.
+
+        Raises `NotFoundError` if there never was such a step.
+        """
         try:
-            return Manifest.model_validate_json(data)
-        except ValidationError as error:
-            raise StoreError(
-                f"{self._key(step)} in {self.store.url} is not a manifest that this version "
-                f"understands ({error.error_count()} problems). Did a newer art-cloud write it?"
-            ) from error
+            return self._parse(self._key(step, "removed"))
+        except NotFoundError:
+            return self.read(step)
+
+    def records(self) -> list[Manifest]:
+        """Of all steps that ever were, in order."""
+        kept = self.steps()
+        removed = [step for step in self._numbers("removed") if step not in set(kept)]
+        keys = [self._key(step, "removed") for step in removed] + [self._key(s) for s in kept]
+        return sorted(each(self._parse, keys), key=lambda manifest: manifest.step)
+
+    def manifests(self) -> list[Manifest]:
+        """Of all steps that are there, in order."""
+        return each(self._parse, [self._key(step) for step in self.steps()])
 
     def newest(self) -> Manifest | None:
         steps = self.steps()
         return self.read(steps[-1]) if steps else None
 
     def calls(self) -> dict[str, int]:
-        """Which call made which step."""
-        return {self.read(step).call_id: step for step in self.steps()}
+        """Which call made which step, be it removed since."""
+        return {manifest.call_id: manifest.step for manifest in self.records()}
 
     def commit(self, draft: Manifest, folder: Path) -> Manifest:
         """Make `folder` the content of the step that `draft` describes, durably.
@@ -153,14 +173,18 @@ class Checkpoints:
         return folder
 
     def delete(self, step: int) -> None:
-        """Remove a step. The newest stays: a step number is never used twice."""
+        """Remove a step; its metrics and its call's id are kept. Its blobs go with the next `gc`.
+
+        The newest stays: a step number is never used twice.
+        """
         steps = self.steps()
         if steps and step == steps[-1]:
             raise ConflictError(
                 f"Step {step} is the newest of {self.name} and stays: the next one builds on it. "
                 "Fork the step that you want to go on from, and go on with the fork."
             )
-        self.read(step)
+        left = self.read(step).model_copy(update={"files": {}})
+        self.store.create(self._key(step, "removed"), _json(left))
         self.store.delete(self._key(step))
 
     def fork(self, to: ModelName, step: int | None = None) -> Manifest:
@@ -199,35 +223,69 @@ class Checkpoints:
 
     def infos(self) -> list[CheckpointInfo]:
         """All steps with their metrics, in order. What was logged last for a name counts."""
-        logged: dict[int, Metrics] = {}
-        entries = [
-            LoggedMetrics.model_validate_json(self.store.read(key))
-            for key in self.store.list(f"{self.name}/metrics/")
-        ]
-        for entry in sorted(entries, key=lambda entry: entry.logged_at):
-            found = logged.setdefault(entry.step, {})
-            found |= {f"{entry.split}/{name}": value for name, value in entry.metrics.items()}
+        logged = self._logged()
         return [
             CheckpointInfo(
                 project=self.name.project,
                 model=self.name.model,
-                step=step,
+                step=manifest.step,
                 kind=manifest.kind,
                 created_at=manifest.created_at,
                 bytes=sum(blob.size for blob in manifest.files.values()),
-                metrics=manifest.metrics | logged.get(step, {}),
+                metrics=manifest.metrics | logged.get(manifest.step, {}),
             )
-            for step in self.steps()
-            for manifest in [self.read(step)]
+            for manifest in self.manifests()
         ]
 
-    def _key(self, step: int) -> str:
-        return f"{self.name}/steps/{step:06d}.json"
+    def history(self) -> list[dict[str, Any]]:
+        """A row for each step that ever was, removed ones too: `step`, `kind`, `created_at`, and
+        its metrics under their own names, with the split before those that were logged."""
+        logged = self._logged()
+        return [
+            {
+                "step": record.step,
+                "kind": record.kind,
+                "created_at": record.created_at.isoformat(),
+                **record.metrics,
+                **logged.get(record.step, {}),
+            }
+            for record in self.records()
+        ]
+
+    def _logged(self) -> dict[int, Metrics]:
+        """What was logged for each step, as `split/metric`; of several values the last."""
+
+        def parse(key: str) -> LoggedMetrics:
+            return LoggedMetrics.model_validate_json(self.store.read(key))
+
+        logged: dict[int, Metrics] = {}
+        entries = each(parse, self.store.list(f"{self.name}/metrics/"))
+        for entry in sorted(entries, key=lambda entry: entry.logged_at):
+            found = logged.setdefault(entry.step, {})
+            found |= {f"{entry.split}/{name}": value for name, value in entry.metrics.items()}
+        return logged
+
+    def _numbers(self, folder: Literal["steps", "removed"]) -> list[int]:
+        keys = self.store.list(f"{self.name}/{folder}/")
+        return sorted(int(found[1]) for key in keys if (found := STEP.search(key)))
+
+    def _parse(self, key: str) -> Manifest:
+        data = self.store.read(key)
+        try:
+            return Manifest.model_validate_json(data)
+        except ValidationError as error:
+            raise StoreError(
+                f"{key} in {self.store.url} is not a manifest that this version "
+                f"understands ({error.error_count()} problems). Did a newer art-cloud write it?"
+            ) from error
+
+    def _key(self, step: int, folder: Literal["steps", "removed"] = "steps") -> str:
+        return f"{self.name}/{folder}/{step:06d}.json"
 
     def create(self, manifest: Manifest) -> Manifest:
         """The second half of `commit`: the manifest, whose files are in the store."""
         key = self._key(manifest.step)
-        if self.store.create(key, manifest.model_dump_json(indent=1).encode()):
+        if self.store.create(key, _json(manifest)):
             return manifest
         there = self.read(manifest.step)
         if there.call_id == manifest.call_id:
@@ -251,7 +309,17 @@ def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:
     return max(having, key=lambda info: (info.metrics[metric], info.step))
 
 
-def _ranges(steps: list[int]) -> str:
+def each(read: Callable[[str], R], keys: Iterable[str]) -> list[R]:
+    """What `read` makes of each key, in order, several at once."""
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(read, keys))
+
+
+def _json(manifest: Manifest) -> bytes:
+    return manifest.model_dump_json(indent=1).encode()
+
+
+def ranges(steps: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "0-2, 5"."""
     runs: list[list[int]] = []
     for step in steps:

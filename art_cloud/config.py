@@ -115,3 +115,24 @@ class SFTConfig(Frozen):
     betas: tuple[float, float] = (0.9, 0.999)
     seed: int = 0
     """Of the order in which the examples are seen."""
+
+
+class Retention(Frozen):
+    """Which steps of a model stay; those that no rule names are removed.
+
+    What always stays: the newest step, and the one that the model began with.
+    """
+
+    keep_last: PositiveInt | None = None
+    """So many of the newest steps."""
+    keep_best: str | None = None
+    """The step where this metric is highest, say "val/reward". Steps that are newer than the last
+    one that has the metric stay until they have it: their evaluation may be under way."""
+    keep_every: PositiveInt | None = None
+    """Every step whose number can be divided by this."""
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> Retention:
+        if not (self.keep_last or self.keep_best or self.keep_every):
+            raise ValueError("say what to keep: keep_last, keep_best or keep_every")
+        return self

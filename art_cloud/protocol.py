@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
-from .config import Frozen, LoRAConfig, SFTConfig
+from .config import Frozen, LoRAConfig, Retention, SFTConfig
 
 PROTOCOL = 1
 CALL_ID = "Art-Call-Id"
@@ -83,6 +83,7 @@ class ServerInfo(Received):
 class RegisterRequest(Frozen):
     base_model: str
     lora: LoRAConfig = LoRAConfig()
+    retention: Retention | None = None
 
 
 class ModelInfo(Received):
@@ -170,7 +171,7 @@ class CheckpointInfo(Received):
     project: str
     model: str
     step: NonNegativeInt
-    kind: Literal["init", "train", "sft", "fork"]
+    kind: Literal["init", "train", "sft", "fork", "push"]
     created_at: datetime
     bytes: int
     metrics: Metrics
