@@ -2,6 +2,7 @@ from ._version import __version__
 from .backend import Backend, TrainResult
 from .cluster import connect, up
 from .config import LoRAConfig, SFTConfig, TrainConfig
+from .dataset import DatasetBatch, iterate_dataset
 from .errors import (
     AnswerError,
     ArtCloudError,
@@ -58,6 +59,7 @@ __all__ = [
     "ConflictError",
     "ContextLengthError",
     "CorruptBlobError",
+    "DatasetBatch",
     "History",
     "InvalidRequestError",
     "JobError",
@@ -100,6 +102,7 @@ __all__ = [
     "connect",
     "gather_trajectories",
     "gather_trajectory_groups",
+    "iterate_dataset",
     "ruler",
     "ruler_score_group",
     "up",
