@@ -15,16 +15,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, SecretStr
 
 from .config import Frozen
 from .errors import (
@@ -39,18 +41,34 @@ from .errors import (
 CHUNK = 1 << 20
 ABANDONED_SECONDS = 24 * 3600
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Blob(Frozen):
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sha256: str = Field(pattern=rf"^{SHA256.pattern}$")
     size: NonNegativeInt
     """Bytes."""
 
 
+Moved = Callable[[int], None]
+"""Told how many more bytes went over; a negative number when some have to go again."""
+
+
+def unwatched(moved: int) -> None:
+    """For whoever does not want to know."""
+
+
 class Store(Protocol):
-    """Keys are relative POSIX paths. Every method raises `StoreError`s only, or `NotFoundError`."""
+    """Keys are relative POSIX paths. Every method raises `StoreError`s only, or `NotFoundError`.
+
+    Methods may be called from several threads at once.
+    """
 
     url: str
+    single_writer: bool
+    """Whether `create` may have two winners if two writers race: then only one may write."""
+    credentials_until: datetime | None
+    """When the store's credentials end, if that is known."""
 
     def read(self, key: str) -> bytes: ...
 
@@ -64,25 +82,75 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None: ...
 
-    def put_blob(self, source: Path) -> Blob:
+    def put_blob(self, source: Path, moved: Moved = unwatched) -> Blob:
         """Store a file's content durably; content that is there already is not sent again."""
         ...
 
-    def get_blob(self, blob: Blob, target: Path) -> None:
+    def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
         """Write a blob to `target`, checked against its hash first (`CorruptBlobError`)."""
+        ...
+
+    def blobs(self) -> Iterator[tuple[Blob, datetime]]:
+        """Every blob, by its name and size, and when it was stored. The content is not read."""
+        ...
+
+    def delete_blob(self, sha256: str) -> None:
+        """Remove a blob. Whoever calls sees to it that no manifest names it."""
+        ...
+
+    def presign(self, what: str | Blob, seconds: int) -> str:
+        """A URL at which anyone can read a key or blob for so long.
+
+        Raises `ConfigError` for a store that has no URLs.
+        """
+        ...
+
+    def renew(self, credentials: Mapping[str, SecretStr]) -> None:
+        """Go on with these: variables of the environment, as boto3 names them."""
         ...
 
 
 def open_store(url: str, *, create: bool = False) -> Store:
-    """Open `file:///folder`; a plain path means a folder too. `create` makes it if it is absent."""
+    """Open `s3://bucket/prefix` or `file:///folder`; a plain path means a folder too.
+
+    `create` is for whoever writes: it makes a folder that is absent (never a bucket), removes what
+    killed writers left, and finds out whether `create` has one winner (`single_writer`).
+    """
     parts = urlsplit(url)
+    if parts.scheme == "s3":
+        from .s3 import S3Store
+
+        return S3Store(url, create=create)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return FileStore(Path(unquote(parts.path)), create=create)
     if not parts.scheme:
         return FileStore(Path(url).expanduser(), create=create)
     raise ConfigError(
-        f"store {url!r}: no store of kind {parts.scheme!r} in this version. "
-        "Use file:///a/folder, or a path."
+        f"store {url!r}: no store of kind {parts.scheme!r} in this version. Use "
+        "s3://bucket/prefix, file:///a/folder or a path. Google's buckets speak S3 too, with "
+        "AWS_ENDPOINT_URL_S3=https://storage.googleapis.com and an HMAC key."
+    )
+
+
+def check_key(key: str) -> PurePosixPath:
+    """Raises `ConfigError` for a key that leads out of the store."""
+    parts = PurePosixPath(key)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise ConfigError(f"{key!r} is not a key of a store.")
+    return parts
+
+
+def missing_blob(url: str, sha256: str) -> NotFoundError:
+    return NotFoundError(
+        f"{url} holds no blob {sha256}, though a manifest names it: it was deleted by hand or by "
+        "another tool. Restore it, or go on from another step."
+    )
+
+
+def corrupt_blob(url: str, sha256: str) -> CorruptBlobError:
+    return CorruptBlobError(
+        f"Blob {sha256} in {url} does not have the content it is named after. Nothing was loaded. "
+        "Restore it from a copy, or go on from another step."
     )
 
 
@@ -100,14 +168,17 @@ class FileStore:
     """A folder. A file is written beside its place, synced, then put there in one go. A key is put
     by `os.link`, which fails where the name exists: `create` has one winner."""
 
+    single_writer = False
+    credentials_until: datetime | None = None
+
     def __init__(self, root: Path, *, create: bool = False) -> None:
         self.root = root.resolve()
-        self.blobs = self.root / "blobs"
+        self.blob_folder = self.root / "blobs"
         self.staging = self.root / ".staging"
         self.url = self.root.as_uri()
         with self._errors("open the store"):
             if create:
-                self.blobs.mkdir(parents=True, exist_ok=True)
+                self.blob_folder.mkdir(parents=True, exist_ok=True)
                 self._remove_abandoned()
             self._check_present()
 
@@ -152,7 +223,7 @@ class FileStore:
                 raise NotFoundError(f"{self.url} holds no {key}.") from None
             _sync(path.parent)
 
-    def put_blob(self, source: Path) -> Blob:
+    def put_blob(self, source: Path, moved: Moved = unwatched) -> Blob:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             target = self._blob(blob)
@@ -161,30 +232,47 @@ class FileStore:
                     shutil.copyfile(source, staged)
                     _sync(staged)
                     staged.replace(target)
-                    _sync(self.blobs)
+                    _sync(self.blob_folder)
+            moved(blob.size)
             return blob
 
-    def get_blob(self, blob: Blob, target: Path) -> None:
+    def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
         with self._errors(f"fetch blob {blob.sha256}"):
             try:
                 shutil.copyfile(self._blob(blob), target)
             except FileNotFoundError:
                 self._check_present()
-                raise NotFoundError(
-                    f"{self.url} holds no blob {blob.sha256}, though a manifest names it: it was "
-                    "deleted by hand or by another tool. Restore it, or go on from another step."
-                ) from None
+                raise missing_blob(self.url, blob.sha256) from None
             if sha256_of(target) != blob:
                 target.unlink()
-                raise CorruptBlobError(
-                    f"Blob {blob.sha256} in {self.url} does not have the content it is named "
-                    "after. Nothing was loaded. Restore it from a copy, or go on from another step."
-                )
+                raise corrupt_blob(self.url, blob.sha256)
+            moved(blob.size)
+
+    def blobs(self) -> Iterator[tuple[Blob, datetime]]:
+        with self._errors("list the blobs"):
+            self._check_present()
+            for path in sorted(self.blob_folder.iterdir()):
+                if SHA256.fullmatch(path.name):
+                    status = path.stat()
+                    modified = datetime.fromtimestamp(status.st_mtime, UTC)
+                    yield Blob(sha256=path.name, size=status.st_size), modified
+
+    def delete_blob(self, sha256: str) -> None:
+        self.delete(f"blobs/{sha256}")
+
+    def presign(self, what: str | Blob, seconds: int) -> str:
+        raise ConfigError(
+            f"{self.url} is a folder, which has no URLs. Copy the file itself (`art-cloud "
+            "checkpoints pull`), or keep the steps in an S3 store."
+        )
+
+    def renew(self, credentials: Mapping[str, SecretStr]) -> None:
+        raise ConfigError(f"{self.url} is a folder, which has no credentials to renew.")
 
     def _check_present(self) -> None:
         """A store always has `blobs`: a folder without it (the empty mount point of a disk that is
         away, a name mistyped) is not an empty store."""
-        if not self.blobs.is_dir():
+        if not self.blob_folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "it is away, or no store: there is no blobs/")
 
     def _remove_abandoned(self) -> None:
@@ -195,13 +283,10 @@ class FileStore:
                     path.unlink()
 
     def _path(self, key: str) -> Path:
-        parts = PurePosixPath(key)
-        if parts.is_absolute() or ".." in parts.parts:
-            raise ConfigError(f"{key!r} is not a key of a store.")
-        return self.root / parts
+        return self.root / check_key(key)
 
     def _blob(self, blob: Blob) -> Path:
-        return self.blobs / blob.sha256
+        return self.blob_folder / blob.sha256
 
     @contextmanager
     def _staged(self) -> Iterator[Path]:

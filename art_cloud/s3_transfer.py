@@ -1,0 +1,140 @@
+"""Large objects in parts, several at once, each gone on with where it broke."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from s3transfer.utils import ReadFileChunk
+
+from .s3_errors import BROKEN_BODY
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import CompletedPartTypeDef
+
+    from .store import Moved
+
+THREADS = 8
+PART = 16 << 20
+"""Bytes of a part; S3 takes 5 MiB to 5 GiB, and 10,000 parts."""
+MOST_PARTS = 10_000
+CHUNK = 1 << 20
+BREAKS = 5
+"""How often in a row a range may break without a byte of progress."""
+
+
+@dataclass(frozen=True)
+class S3Object:
+    client: S3Client
+    bucket: str
+    key: str
+
+
+def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Moved) -> None:
+    """Put a file's content. What an earlier call of the same key and size left unfinished, in this
+    process or another, is gone on with: whoever names keys by content may do so."""
+    if size <= PART:
+        body = _slice(source, 0, size, moved) if size else b""
+        where.client.put_object(Bucket=where.bucket, Key=where.key, Body=body)
+        return
+    part_bytes = max(PART, -(-size // MOST_PARTS))
+    sizes = {
+        number: min(part_bytes, size - start)
+        for number, start in enumerate(range(0, size, part_bytes), 1)
+    }
+    upload_id, tags = _unfinished(where, sizes)
+    moved(sum(sizes[number] for number in tags))
+
+    def send(number: int) -> None:
+        body = _slice(source, (number - 1) * part_bytes, sizes[number], moved)
+        sent = where.client.upload_part(
+            Bucket=where.bucket, Key=where.key, UploadId=upload_id, PartNumber=number, Body=body
+        )
+        tags[number] = sent["ETag"]
+
+    _each(pool, send, sizes.keys() - tags.keys())
+    parts: list[CompletedPartTypeDef] = [
+        {"PartNumber": number, "ETag": tags[number]} for number in sizes
+    ]
+    where.client.complete_multipart_upload(
+        Bucket=where.bucket,
+        Key=where.key,
+        UploadId=upload_id,
+        MultipartUpload={"Parts": parts},
+    )
+
+
+def _slice(source: Path, start: int, size: int, moved: Moved) -> Any:
+    def told(bytes_transferred: int) -> None:
+        moved(bytes_transferred)
+
+    return ReadFileChunk.from_filename(str(source), start, size, callbacks=[told])
+
+
+def _unfinished(where: S3Object, sizes: dict[int, int]) -> tuple[str, dict[int, str]]:
+    """An open upload of this key and the tags of its parts of these sizes; a new one if none is."""
+    uploads = where.client.list_multipart_uploads(Bucket=where.bucket, Prefix=where.key)
+    open_ids = [
+        (found["Initiated"], found["UploadId"])
+        for found in uploads.get("Uploads", [])
+        if found["Key"] == where.key
+    ]
+    if not open_ids:
+        begun = where.client.create_multipart_upload(Bucket=where.bucket, Key=where.key)
+        return begun["UploadId"], {}
+    upload_id = max(open_ids)[1]
+    pages = where.client.get_paginator("list_parts").paginate(
+        Bucket=where.bucket, Key=where.key, UploadId=upload_id
+    )
+    return upload_id, {
+        part["PartNumber"]: part["ETag"]
+        for page in pages
+        for part in page.get("Parts", [])
+        if sizes.get(part["PartNumber"]) == part["Size"]
+    }
+
+
+def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Moved) -> None:
+    """Write an object of this size to a new file. Its content is not checked here."""
+    with target.open("wb") as file:
+        file.truncate(size)
+        descriptor = file.fileno()
+
+        def fetch(start: int) -> None:
+            end, breaks = min(start + PART, size), 0
+            while start < end:
+                try:
+                    ranged = f"bytes={start}-{end - 1}"
+                    got = where.client.get_object(Bucket=where.bucket, Key=where.key, Range=ranged)
+                    for chunk in got["Body"].iter_chunks(CHUNK):
+                        os.pwrite(descriptor, chunk, start)
+                        start += len(chunk)
+                        moved(len(chunk))
+                        breaks = 0
+                except BROKEN_BODY:
+                    breaks += 1
+                    if breaks == BREAKS:
+                        raise
+                    time.sleep(0.1 * 2**breaks)
+
+        _each(pool, fetch, range(0, size, PART))
+
+
+def _each(pool: Executor, work: Callable[[int], None], items: Iterable[int]) -> None:
+    """Do all in the pool; returns or raises when none of it runs any more."""
+    futures: list[Future[None]] = [pool.submit(work, item) for item in items]
+    try:
+        wait(futures, return_when=FIRST_EXCEPTION)
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.result()
