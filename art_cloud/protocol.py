@@ -3,7 +3,8 @@
 All routes lie under `/art/v1` and need the cluster's bearer token; errors have OpenAI's shape,
 with the `code` of a class in `errors`.
 
-    GET    server                                ServerInfo
+    GET    server                                ServerInfo                      (no sign of use)
+    POST   lease                                 ServerInfo     (renews the lease of the cluster)
     PUT    models/{project}/{model}              RegisterRequest -> JobInfo      (safe to repeat)
     GET    models/{project}/{model}              ModelInfo
     POST   models/{project}/{model}/train        a batch (`wire`) -> JobInfo     (Call-Id)
@@ -31,6 +32,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from .config import Frozen, LoRAConfig, Retention, SFTConfig
+from .names import ModelName
 
 PROTOCOL = 1
 CALL_ID = "Art-Call-Id"
@@ -63,6 +65,16 @@ class Sample(Received):
     logprobs are then not the model's own, and nothing is trained on them."""
 
 
+class Clock(Received):
+    """A limit of the server's life. It ends a little before `remaining` is 0."""
+
+    name: str
+    """`lease`, `idle`, `budget` or `deadline`."""
+    limit: float
+    remaining: float
+    unit: Literal["s", "USD"]
+
+
 class ServerInfo(Received):
     version: str
     protocol: int
@@ -72,12 +84,24 @@ class ServerInfo(Received):
     device: str
     store: str
     policies: list[str]
+    not_durable: list[str] = []
+    """Policies that are served and on their way to the store (`--durability async`)."""
     jobs_queued: int
     requests_running: int
     requests_waiting: int
     training: str | None
     """What the trainer is doing now, in words."""
     started_at: datetime
+    loading_seconds: float | None = None
+    """What loading the base model took."""
+    clocks: list[Clock] = []
+    """What the server's life is limited by."""
+    warnings: list[str] = []
+    """Ends that were announced and that nobody can put off."""
+    steps_made: NonNegativeInt = 0
+    tokens_trained: NonNegativeInt = 0
+    tokens_sampled: NonNegativeInt = 0
+    """Since `started_at`; steps and tokens of training since the server's first start."""
 
 
 class RegisterRequest(Frozen):
@@ -101,6 +125,8 @@ class StepResult(Received):
     step: NonNegativeInt
     policy: str
     metrics: Metrics = {}
+    durable: bool = True
+    """Whether the step is in the store: the loss of the server's machine can't undo it then."""
 
 
 class ErrorBody(Received):
@@ -125,12 +151,21 @@ class JobInfo(Received):
     result: StepResult | None = None
     error: ErrorBody | None = None
 
+    @property
+    def name(self) -> ModelName:
+        return ModelName(self.project, self.model)
+
+    @property
+    def durable(self) -> bool:
+        return self.result is not None and self.result.durable
+
 
 class JobEvent(Received):
-    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`."""
+    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`;
+    a `warning` has a `message`, and is of the server."""
 
     number: int
-    type: Literal["queued", "started", "progress", "done", "failed"]
+    type: Literal["queued", "started", "progress", "warning", "done", "failed"]
     time: datetime
     data: dict[str, Any] = {}
 
@@ -174,6 +209,8 @@ class CheckpointInfo(Received):
     kind: Literal["init", "train", "sft", "fork", "push"]
     created_at: datetime
     bytes: int
+    call_id: str = ""
+    """Of the call that made it."""
     metrics: Metrics
     """Of the train call, and what was logged for this step (`val/reward`, ...)."""
 

@@ -1,7 +1,8 @@
 """The journal and the queue: a call is on disk before it is answered, and is done once.
 
 Jobs run one after another, in the journal's order. A job that was running when the server died runs
-again from the newest step in the store; the programs (`programs.py`) make that repeatable.
+again from the newest step in the store; the programs (`programs.py`) make that repeatable. So does
+one that was done while its step was still on the way to the store: its body is kept until then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from art_cloud.errors import (
     ArtCloudError,
@@ -56,6 +57,12 @@ CREATE TABLE IF NOT EXISTS events (
 """
 
 
+class Totals(NamedTuple):
+    steps: int
+    tokens: int
+    """That were trained on."""
+
+
 class Journal:
     """SQLite, synced at every commit. Safe to use from several threads of one process; another
     process can't open it meanwhile: a journal belongs to one server (`ConfigError`)."""
@@ -66,11 +73,16 @@ class Journal:
             self._db = sqlite3.connect(path, timeout=2, check_same_thread=False)
             self._db.isolation_level = None
             self._db.executescript(f"{PRAGMAS} {SCHEMA}")
+            rows = self._db.execute(
+                "SELECT id FROM jobs WHERE state = 'done' AND body IS NOT NULL"
+            ).fetchall()
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"The journal {path} can't be opened: {error}. If another server uses this folder, "
                 "end it, or give this one a --state of its own."
             ) from error
+
+        self._repeated = {row[0] for row in rows}
 
     def close(self) -> None:
         self._db.close()
@@ -121,12 +133,19 @@ class Journal:
         return bytes(row[0])
 
     def unfinished(self) -> list[str]:
-        """Ids of the jobs to run, in the order in which they came."""
+        """Ids of the jobs to run, in the order in which they came: those that are not settled, and
+        those that a server before this one did without making their step durable."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT id FROM jobs WHERE state IN ('queued', 'running') ORDER BY number"
+                "SELECT id, state FROM jobs"
+                " WHERE state IN ('queued', 'running') OR state = 'done' AND body IS NOT NULL"
+                " ORDER BY number"
             ).fetchall()
-        return [row[0] for row in rows]
+            return [job for job, state in rows if state != "done" or job in self._repeated]
+
+    def repeated(self) -> set[ModelName]:
+        """The models of which a step is made again."""
+        return {self.get(job).name for job in self._repeated}
 
     def models(self) -> list[ModelName]:
         """The models that this server has worked for."""
@@ -134,21 +153,46 @@ class Journal:
             rows = self._db.execute("SELECT DISTINCT project, model FROM jobs").fetchall()
         return [ModelName(project, model) for project, model in rows]
 
+    def totals(self) -> Totals:
+        """What all jobs made, those before a restart included."""
+        with self._lock:
+            steps, tokens = self._db.execute(
+                "SELECT count(*), coalesce(sum(json_extract(result, '$.metrics.tokens')), 0)"
+                " FROM jobs WHERE kind IN ('train', 'sft') AND result IS NOT NULL"
+            ).fetchone()
+        return Totals(steps, int(tokens))
+
     def start(self, job: str) -> None:
         with self._transaction():
-            self._db.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (job,))
+            self._db.execute(
+                "UPDATE jobs SET state = 'running' WHERE id = ? AND state != 'done'", (job,)
+            )
             self._insert_event(job, "started", {})
 
     def end(self, job: str, outcome: StepResult | ErrorBody) -> None:
-        """Settle a job. Its body is not needed any more."""
+        """Settle a job. Its body is not needed any more, unless its step is not durable yet."""
         done = isinstance(outcome, StepResult)
         state, column = ("done", "result") if done else ("failed", "error")
+        kept = isinstance(outcome, StepResult) and not outcome.durable
         with self._transaction():
             self._db.execute(
-                f"UPDATE jobs SET state = ?, {column} = ?, body = NULL WHERE id = ?",  # noqa: S608
-                (state, outcome.model_dump_json(), job),
+                f"UPDATE jobs SET state = ?, {column} = ?, body = iif(?, body, NULL)"  # noqa: S608
+                " WHERE id = ?",
+                (state, outcome.model_dump_json(), kept, job),
             )
             self._insert_event(job, state, outcome.model_dump())
+        self._repeated.discard(job)
+
+    def make_durable(self, job: str) -> None:
+        """Note that the step of a job that is done is in the store now."""
+        result = self.get(job).result
+        assert result is not None
+        whole = result.model_copy(update={"durable": True})
+        with self._transaction():
+            self._db.execute(
+                "UPDATE jobs SET result = ?, body = NULL WHERE id = ?",
+                (whole.model_dump_json(), job),
+            )
 
     def add_event(self, job: str, type_: str, data: dict[str, Any]) -> None:
         with self._transaction():
@@ -246,6 +290,22 @@ class Jobs:
                 after = event.number
                 if event.type in ("done", "failed"):
                     return
+
+    def warn(self, message: str) -> None:
+        """Tell whoever follows the running job; nobody else would hear it."""
+        if self.current is None:
+            return
+        try:
+            self.journal.add_event(self.current.id, "warning", {"message": message})
+        except StoreFullError as error:
+            log.error("nobody could be told: %s", error)
+        asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
+
+    async def make_durable(self, job: str) -> None:
+        """Note that a job's step is in the store, once the job is settled."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.current is None or self.current.id != job)
+        await asyncio.to_thread(self.journal.make_durable, job)
 
     async def stop(self, grace: float) -> None:
         """Let the running job finish for `grace` seconds, else leave it to the next server."""

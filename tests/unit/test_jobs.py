@@ -36,13 +36,14 @@ class Program:
         self.ran: list[str] = []
         self.bodies: list[bytes] = []
         self.behave: Any = None
+        self.result = DONE
 
     async def __call__(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         self.ran.append(job.id)
         self.bodies.append(body)
         if self.behave is not None:
             await self.behave(job, report)
-        return DONE
+        return self.result
 
 
 @pytest.fixture
@@ -324,3 +325,57 @@ async def test_the_body_goes_when_the_job_is_settled(journal: Journal, path: Pat
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT body FROM jobs").fetchall() == [(None,)]
     db.close()
+
+
+async def test_a_job_whose_step_is_not_durable_is_done_again_after_a_restart(
+    path: Path, program: Program
+) -> None:
+    """It stays done for whoever asks, and its body is kept until its step is in the store."""
+    pending = DONE.model_copy(update={"durable": False})
+    journal = Journal(path)
+    first, second = uuid4().hex, uuid4().hex
+    for job in (first, second):
+        journal.submit(job, "train", NAME, b"body")
+    journal.start(first)
+    journal.end(first, pending)
+    assert journal.unfinished() == [second]
+    assert not journal.get(first).durable
+    journal.close()
+
+    journal = Journal(path)
+    assert journal.repeated() == {NAME}
+    assert journal.unfinished() == [first, second]
+    assert journal.get(first).state == "done"
+    program.result = pending
+    jobs = Jobs(journal, {"train": program})
+    jobs.start()
+    await followed(jobs, second)
+    assert program.ran == [first, second]
+    assert journal.repeated() == set()
+    await jobs.make_durable(first)
+    assert journal.get(first).durable
+    await jobs.stop(10)
+    journal.close()
+
+    journal = Journal(path)
+    assert journal.unfinished() == [second]
+    journal.close()
+
+
+async def test_a_step_that_is_durable_before_its_job_is_settled(
+    jobs: Jobs, program: Program
+) -> None:
+    program.result = DONE.model_copy(update={"durable": False})
+    marking: list[asyncio.Task[None]] = []
+
+    async def behave(job: JobInfo, report: Report) -> None:
+        marking.append(asyncio.create_task(jobs.make_durable(job.id)))
+        await asyncio.sleep(0.01)
+
+    program.behave = behave
+    job = await submit(jobs)
+    await followed(jobs, job)
+    await marking[0]
+    assert jobs.journal.get(job).durable
+    with pytest.raises(TypeError):
+        jobs.journal.body(job)
