@@ -171,10 +171,15 @@ class JobEvent(Received):
 
 
 class TrainGroup(Frozen):
-    """One group of trajectories: rewards, and for each the numbers of its samples in the batch."""
+    """One group of trajectories: rewards, and for each the numbers of its samples in the batch.
+
+    What else is known of each trajectory is not trained on, and kept beside the step.
+    """
 
     rewards: list[FiniteFloat]
     samples: list[list[NonNegativeInt]]
+    metrics: list[dict[str, FiniteFloat]] = []
+    metadata: list[dict[str, Any]] = []
 
 
 class SFTExample(Frozen):
@@ -187,13 +192,30 @@ class SFTRequest(Frozen):
     config: SFTConfig = SFTConfig()
 
 
+class LoggedTrajectory(Frozen):
+    """`group` and `trajectory` count from 0 within the call; `samples` are places in its batch."""
+
+    group: NonNegativeInt
+    trajectory: NonNegativeInt
+    reward: FiniteFloat
+    metrics: dict[str, Any]
+    metadata: dict[str, Any]
+    messages: list[Any]
+    logs: list[str]
+    samples: list[NonNegativeInt]
+
+
 class LogRequest(Frozen):
     """An evaluation's trajectories and their mean metrics, kept beside the step they belong to."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     split: str
     step: NonNegativeInt
     metrics: dict[str, FiniteFloat]
-    trajectories: list[dict[str, Any]] = []
+    trajectories: list[LoggedTrajectory] = []
+    samples: bytes = b""
+    """A batch (`wire`) without groups."""
 
 
 class ForkRequest(Frozen):

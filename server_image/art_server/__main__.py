@@ -14,10 +14,12 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 import uvicorn
@@ -26,11 +28,18 @@ from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError
 from art_cloud.names import check_name, whole_path
 
+from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
 log = logging.getLogger("art_server")
 
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
-GRACE_SECONDS = 30.0
-"""How long the running job may take to finish once the server was asked to stop."""
+BOOT_SECONDS = 1800.0
+"""A server that does not listen after this long is given up: nobody could lease it."""
+CLOSING_SECONDS = 30.0
+"""How long an end may take beside the running job, before the process is ended on the spot."""
 ANSWERING_SECONDS = 5.0
 """How long requests may take to finish then, before they are ended."""
 JOURNAL_MIB = 900
@@ -50,12 +59,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         "it, $ART_VLLM_PYTHON or this one")  # fmt: skip
     parser.add_argument("--placement", choices=["resident", "sleep", "separate"],
                         help="of trainer and vLLM on GPUs; without it, what fits")  # fmt: skip
-    parser.add_argument("--idle", type=float, metavar="SECONDS", default=math.inf,
+    parser.add_argument("--lease", type=_above_0, metavar="SECONDS", default=math.inf,
+                        help="end when no client asked for anything for so long")  # fmt: skip
+    parser.add_argument("--idle", type=_above_0, metavar="SECONDS", default=math.inf,
                         help="end when nothing happened for so long")  # fmt: skip
+    parser.add_argument("--budget", type=_above_0, metavar="USD", default=math.inf,
+                        help="end before the machine has cost more; needs --price")  # fmt: skip
+    parser.add_argument("--price", type=_above_0, metavar="USD", help="of an hour of the machine")
+    parser.add_argument("--deadline", type=_above_0, metavar="SECONDS", default=math.inf,
+                        help="end before so long after the launch")  # fmt: skip
+    parser.add_argument("--launched", type=_above_0, metavar="UNIX_SECONDS",
+                        help="start of what is paid for; without it, now")  # fmt: skip
     parser.add_argument("--max-body", type=_mebibytes, default=512, metavar="MIB",
                         help=f"largest request that is taken; at most {JOURNAL_MIB}")  # fmt: skip
     parser.add_argument("--version", action="version", version=__version__)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if math.isfinite(options.budget) and options.price is None:
+        parser.error("--budget needs --price, what an hour of the machine costs")
+    return options
+
+
+def _above_0(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
 def _port(text: str) -> int:
@@ -117,6 +144,16 @@ def stop_on_signals(stop: asyncio.Event) -> None:
     loop.add_signal_handler(signal.SIGINT, interrupt)
 
 
+def limits_of(options: argparse.Namespace) -> Limits:
+    return Limits(
+        lease=options.lease,
+        idle=options.idle,
+        budget=options.budget,
+        deadline=options.deadline,
+        price_per_hour=options.price or 0.0,
+    )
+
+
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
     listener = listen(options.port)
@@ -124,7 +161,6 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     # after the cheap checks, since these import torch
     from .app import make_app
-    from .guardian import Guardian
     from .jobs import Jobs, Journal
     from .programs import Programs
     from .runtime import Runtime, Settings
@@ -133,6 +169,11 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     state = make_state_folder(options.state or home / "servers" / name)
     store = options.store or (home / "store").as_uri()
     max_bytes = options.max_body << 20
+
+    limits = limits_of(options)
+    launched = options.launched or time.time()
+    life_left = limits.life + launched - time.time()
+    last_resort = exit_after(min(BOOT_SECONDS, life_left), "it does not come up")
 
     stop = asyncio.Event()
     journal = Journal(state / "journal.sqlite")  # first: it keeps a second server out of the folder
@@ -148,9 +189,12 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     programs = Programs(runtime, max_bytes)
     jobs = Jobs(journal, programs.by_kind())
     guardian = Guardian(
-        options.idle, busy=lambda: jobs.current is not None or runtime.sampling, stop=stop.set
+        limits,
+        busy=lambda: jobs.current is not None or runtime.sampling,
+        warn=jobs.warn,
+        launched_ago=max(0.0, time.time() - launched),
     )
-    app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, touch=guardian.touch)
+    app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, guardian=guardian)
     server = Server(uvicorn.Config(app, log_config=None, access_log=False))
     if options.model:
         await runtime.open_base(whole_path(options.model))
@@ -158,27 +202,47 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
-    watching = asyncio.create_task(guardian.watch())
-    stopped = asyncio.create_task(stop.wait())
     endpoint = state / "endpoint.json"
     _write_endpoint(endpoint, name, url)
     log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
+    last_resort.cancel()
+    last_resort = exit_after(guardian.life_left, "its money or its time is up")
+    grace = GRACE_SECONDS
     try:
-        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        grace = await _until_stopped(serving, stop, guardian)
         log.info("stopping")
     finally:
+        last_resort.cancel()
+        last_resort = exit_after(grace + CLOSING_SECONDS, "it does not come to its end")
         endpoint.unlink(missing_ok=True)
-        watching.cancel()
-        stopped.cancel()
-        await jobs.stop(GRACE_SECONDS)
-        server.should_exit = True
-        await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
-        await runtime.close()  # ends the requests that are left
-        await asyncio.wait([serving], timeout=1)
-        server.force_exit = True  # whoever neither sends nor reads on does not keep the server
-        await serving
+        await jobs.stop(grace)
+        await _stop_serving(server, serving, runtime)
         journal.close()
+        last_resort.cancel()
     log.info("stopped")
+
+
+async def _until_stopped(
+    serving: asyncio.Task[None], stop: asyncio.Event, guardian: Guardian
+) -> float:
+    """Seconds that the running job may still take, once the server has to end."""
+    stopped = asyncio.create_task(stop.wait())
+    watching = asyncio.create_task(guardian.watch())
+    try:
+        await asyncio.wait([serving, stopped, watching], return_when=asyncio.FIRST_COMPLETED)
+        return await watching if watching.done() else GRACE_SECONDS
+    finally:
+        stopped.cancel()
+        watching.cancel()
+
+
+async def _stop_serving(server: Server, serving: asyncio.Task[None], runtime: Runtime) -> None:
+    server.should_exit = True
+    await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
+    await runtime.close()  # ends the requests that are left
+    await asyncio.wait([serving], timeout=1)
+    server.force_exit = True  # whoever neither sends nor reads on does not keep the server
+    await serving
 
 
 def _write_endpoint(path: Path, name: str, url: str) -> None:

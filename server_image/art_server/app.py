@@ -45,30 +45,35 @@ from art_cloud.protocol import (
 )
 
 from .gateway import Gateway
+from .guardian import Guardian
 from .jobs import Jobs
 from .replies import answer, error_response, on_bug, on_error, on_http_exception, parse
 from .runtime import Runtime
 from .sessions import PATH as SESSIONS
 from .sessions import Sessions
-from .trajectory_log import write_trajectories
+from .trajectory_log import write_logged
+
+LOOKING = "/art/v1/server"
+"""Whoever watches a server does not use it."""
 
 
 class Routes:
     """Those under `/art/v1`."""
 
     def __init__(
-        self, runtime: Runtime, jobs: Jobs, sessions: Sessions, touch: Callable[[], None]
+        self, runtime: Runtime, jobs: Jobs, sessions: Sessions, guardian: Guardian
     ) -> None:
         self.runtime = runtime
         self.jobs = jobs
         self.sessions = sessions
-        self.touch = touch
+        self.guardian = guardian
         self.started_at = datetime.now(UTC)
 
     def art(self) -> list[Route]:
         model = "/models/{project}/{model}"
         return [
             Route("/server", self.server),
+            Route("/lease", self.server, methods=["POST"]),
             Route(model, self.register, methods=["PUT"]),
             Route(model, self.model),
             Route(f"{model}/train", self.train, methods=["POST"]),
@@ -87,6 +92,7 @@ class Routes:
     async def server(self, request: Request) -> Response:
         runtime, stats = self.runtime, self.runtime.stats()
         current = self.jobs.current
+        made = self.jobs.journal.totals()
         return answer(
             ServerInfo(
                 version=__version__,
@@ -103,6 +109,12 @@ class Routes:
                 if current
                 else None,
                 started_at=self.started_at,
+                loading_seconds=runtime.loading_seconds,
+                clocks=self.guardian.clocks(),
+                warnings=self.guardian.warnings,
+                steps_made=made.steps,
+                tokens_trained=made.tokens,
+                tokens_sampled=stats.tokens_generated,
             )
         )
 
@@ -133,7 +145,7 @@ class Routes:
 
         def write() -> None:
             checkpoints.read(entry.step)
-            write_trajectories(checkpoints, entry)
+            write_logged(checkpoints, entry, self.runtime.base)
             checkpoints.log(entry.split, entry.step, entry.metrics)
 
         await asyncio.to_thread(write)
@@ -187,7 +199,6 @@ class Routes:
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for event in self.jobs.follow(job, int(after)):
-                self.touch()
                 yield ServerSentEvent(
                     event.model_dump_json(), id=str(event.number), event=event.type
                 )
@@ -204,11 +215,11 @@ def make_app(
     *,
     token: str,
     max_bytes: int,
-    touch: Callable[[], None] = lambda: None,
+    guardian: Guardian,
 ) -> ASGIApp:
     sessions = Sessions()
     gateway = Gateway(runtime, sessions)
-    routes = Routes(runtime, jobs, sessions, touch)
+    routes = Routes(runtime, jobs, sessions, guardian)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -228,7 +239,7 @@ def make_app(
         },
         lifespan=lifespan,
     )
-    return Gate(app, token, sessions, max_bytes, touch)
+    return Gate(app, token, sessions, max_bytes, guardian.touch)
 
 
 class Gate:
@@ -273,7 +284,8 @@ class Gate:
                 raise self._too_large()
         except ArtCloudError as error:
             return await error_response(error)(scope, receive, send_stamped)
-        self.touch()
+        if scope["path"] != LOOKING:
+            self.touch()
         await self.app(scope, receive_limited, send_stamped)
 
     def _check_key(self, path: str, authorization: bytes) -> None:

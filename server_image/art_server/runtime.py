@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -65,6 +66,7 @@ class Runtime:
         shutil.rmtree(self.cache, ignore_errors=True)
         self.cache.mkdir(parents=True)
         self.base: BaseModel | None = None
+        self.loading_seconds: float | None = None
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
         self._canary: Canary | None = None
@@ -148,6 +150,7 @@ class Runtime:
             )
         if self.base is None:
             log.info("loading %s", name)
+            started = time.monotonic()
             base = await self.in_training_thread(load_base, name)
             self._canary = Canary(base)
             trainer = Trainer(base)
@@ -156,6 +159,7 @@ class Runtime:
             )
             await engine.start()
             self.base, self._engine, self._trainer = base, engine, trainer
+            self.loading_seconds = time.monotonic() - started
             log.info("%s is loaded on %s", name, base.device)
 
     def checkpoints(self, name: ModelName) -> Checkpoints:
