@@ -56,6 +56,8 @@ class Manifest(Frozen):
     lora: LoRAConfig
     files: dict[str, Blob] = {}
     metrics: Metrics = {}
+    probe: dict[int, float] = {}
+    """Logprobs, by token, that an engine with these weights gives after the server's probe."""
     retention: Retention | None = None
     """Which steps of the model stay, by whoever registered it last."""
     versions: dict[str, str]

@@ -1,7 +1,8 @@
 """The canary: do the weights that the engine serves give the logprobs of those that were trained?
 
 A fixed prompt goes to the engine as any rollout does, through its queue, its adapters and its
-prefix cache; what it samples is scored by the trainer. Right weights differ by rounding only.
+prefix cache. The trainer says what it expects meanwhile; that is kept with the step, so that it is
+known of a step that is fetched again too. Right weights differ by rounding only.
 """
 
 from __future__ import annotations
@@ -14,61 +15,52 @@ from art_cloud.errors import CanaryError
 from art_cloud.protocol import Sample
 
 from .inference import Engine
-from .training import BaseModel, Datum
+from .training import BaseModel
 
-PROBE = (
-    "The quick brown fox jumps over the lazy dog. What is the answer to the question, and why? "
-    "You are a helpful agent. Answer with one short line. 0 1 2 3 4 5 6 7 8 9"
-)
-PROBE_TOKENS = 40
-"""More than two blocks of vLLM's prefix cache (16 tokens each): a stale one would show."""
-CHOICES, TOKENS = 2, 2
-"""What is sampled: a first token after the prompt, and one after a token of the engine's own."""
+PROBE = "Here are some words that came to nobody's mind before, one after the other. The first one:"
+"""It ends where much can follow: a token that is all but certain has the same logprob under most
+weights."""
+PROBE_TOKENS = 20
+"""More than a block of vLLM's prefix cache (16 tokens on a GPU): a stale one would show."""
+EXPECTED = 20
+"""How many of the likeliest tokens the trainer gives a logprob for."""
 
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """By the base model's precision, in nats. Rounding alone stays below a tenth of these."""
 
 
 class Canary:
-    """Compares `engine` with what the trainer says of the engine's samples."""
+    """Compares an engine with what the trainer expects of it."""
 
     def __init__(self, base: BaseModel) -> None:
         ids: list[int] = base.tokenizer.encode(PROBE, add_special_tokens=False)
-        self.prompt_ids = (ids * PROBE_TOKENS)[:PROBE_TOKENS]
+        self.prompt_ids = (ids * PROBE_TOKENS)[-PROBE_TOKENS:]
         self.tolerance = TOLERANCES[base.dtype]
 
-    async def sample(self, engine: Engine, policy: str) -> list[Datum]:
-        """What the engine samples after the probe, with the logprobs that it gives."""
+    async def sample(self, engine: Engine, policy: str) -> Sample:
+        """The engine's likeliest token after the probe."""
         body: dict[str, Any] = {
             "model": policy,
             "prompt": self.prompt_ids,
-            "n": CHOICES,
-            "max_tokens": TOKENS,
-            "temperature": 1.0,
-            "seed": 0,
+            "max_tokens": 1,
+            "temperature": 0,
             "ignore_eos": True,
         }
         answer = await engine.create("completions", body, policy)
-        samples = [Sample.model_validate(choice["sample"]) for choice in answer["choices"]]
-        return [
-            Datum(sample.prompt_ids, sample.completion_ids, sample.logprobs) for sample in samples
-        ]
+        return Sample.model_validate(answer["choices"][0]["sample"])
 
-    def compare(self, policy: str, sampled: list[Datum], scores: list[list[float]]) -> float:
-        """The largest difference of the engine's logprobs from the trainer's `scores`, in nats.
+    def compare(self, sample: Sample, expected: dict[int, float], advice: str) -> float:
+        """How far the logprob of the engine's token is from what the trainer expects, in nats.
 
-        Raises `CanaryError` if it is past the tolerance.
+        A token that is not among those `expected` has at most the least of their logprobs. Raises
+        `CanaryError`, with `advice` on what to do next, past the tolerance.
         """
-        difference = max(
-            abs(engine - trainer)
-            for datum, score in zip(sampled, scores, strict=True)
-            for engine, trainer in zip(datum.logprobs, score, strict=True)
-        )
+        [token], [logprob] = sample.completion_ids, sample.logprobs
+        difference = abs(logprob - expected.get(token, min(expected.values())))
         if not difference <= self.tolerance:
             raise CanaryError(
-                f"{policy}: the engine's logprobs differ from the trainer's by {difference:.3g} "
-                f"(tolerance {self.tolerance:g}): it would serve other weights than were trained. "
-                "The step was not made, and the one before it is still served. Repeat the call; if "
-                "it fails again, restart the server and see its log (`art-cloud logs`)."
+                f"{sample.policy}: the engine's logprob of a probe differs from the trainer's by "
+                f"{difference:.3g} (tolerance {self.tolerance:g}): it would serve other weights "
+                f"than were trained. {advice}"
             )
         return difference

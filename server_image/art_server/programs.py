@@ -17,6 +17,7 @@ from statistics import fmean
 from art_cloud.checkpoints import Manifest, Parent
 from art_cloud.config import SFTConfig, TrainConfig
 from art_cloud.errors import (
+    CanaryError,
     ConflictError,
     CorruptBlobError,
     NotFoundError,
@@ -30,8 +31,10 @@ from art_cloud.protocol import (
     SFTRequest,
     StepResult,
 )
+from art_cloud.store import Blob
 from art_cloud.wire import decode_batch
 
+from .canary import EXPECTED
 from .data import rl_data, sft_batches, sft_data, sft_learning_rate
 from .jobs import Program, Report
 from .runtime import Runtime, package_versions
@@ -154,6 +157,7 @@ class Programs:
         self, name: ModelName, step: Callable[[], Manifest], report: Report
     ) -> StepResult:
         try:
+            await self.runtime.make_room()
             draft = await self.runtime.train(step)
             report({"phase": f"loading {draft.policy}"})
             manifest = await self._publish(draft)
@@ -167,29 +171,33 @@ class Programs:
 
     async def _publish(self, draft: Manifest) -> Manifest:
         """Make what the trainer holds the step `draft`: served and compared first, then counted."""
-        runtime = self.runtime
-
-        def save() -> Path:
-            with runtime.new_folder(draft) as folder:
-                runtime.trainer.save_state(str(draft.name), folder)
-            return runtime.folder(draft)
-
-        folder = await runtime.in_training_thread(save)
+        runtime, trainer, name = self.runtime, self.runtime.trainer, str(draft.name)
         checkpoints = runtime.checkpoints(draft.name)
-        uploading = asyncio.create_task(asyncio.to_thread(checkpoints.upload, folder))
-        try:
-            async with runtime.serving(draft, folder) as canary:
+
+        async def store(folder: Path) -> dict[str, Blob]:
+            await runtime.in_training_thread(trainer.save_optimizer, name, folder)
+            return await asyncio.to_thread(checkpoints.upload, folder)
+
+        async with runtime.new_step(draft) as folder:
+            await runtime.in_training_thread(trainer.save_adapter, name, folder)
+            expected = runtime.in_training_thread(
+                trainer.next_logprobs, name, runtime.canary.prompt_ids, EXPECTED
+            )
+            storing = asyncio.create_task(store(folder))
+            try:
+                difference = await runtime.serve(draft, expected)
                 found = {
-                    "metrics": draft.metrics | {"canary": canary},
-                    "files": await asyncio.shield(uploading),
+                    "metrics": draft.metrics | {"canary": difference},
+                    "probe": await expected,
+                    "files": await asyncio.shield(storing),
                 }
-                manifest = await runtime.in_training_thread(
-                    checkpoints.create, draft.model_copy(update=found)
-                )
-                runtime.set_newest(manifest)
-        finally:
-            await asyncio.wait([uploading])
-            uploading.exception()  # raised above, unless the canary was first
+            finally:
+                await asyncio.wait([storing])
+                storing.exception()  # raised above, unless the canary was first
+            manifest = await runtime.in_training_thread(
+                checkpoints.create, draft.model_copy(update=found)
+            )
+            runtime.set_newest(manifest)
         return manifest
 
     async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:
@@ -211,7 +219,7 @@ class Programs:
                 await self.runtime.open_base(manifest.base_model)
                 try:
                     await self._serve(manifest)
-                except (CorruptBlobError, NotFoundError) as error:
+                except (CanaryError, CorruptBlobError, NotFoundError) as error:
                     log.error("%s can't be served: %s", manifest.policy, error)
 
     async def _serve(self, manifest: Manifest) -> None:

@@ -11,9 +11,9 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from art_cloud.errors import (
     StoreFullError,
 )
 from art_cloud.names import ModelName, PolicyName
-from art_cloud.protocol import ModelInfo
+from art_cloud.protocol import ModelInfo, Sample
 from art_cloud.store import NO_SPACE, open_store
 
 from .canary import Canary
@@ -44,6 +44,15 @@ log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+NEW = (
+    "The step was not made, and the one before it is still served. Repeat the call; if it fails "
+    "again, restart the server and see its log (`art-cloud logs`)."
+)
+FETCHED = (
+    "It is not served. Was it trained on another base model of this name? Start the server with "
+    "that one, or go on from another step."
+)
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,12 @@ class Runtime:
         async with self.engine.asleep():
             return await self.in_training_thread(run)
 
-    async def in_training_thread(
+    def in_training_thread(
         self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    ) -> asyncio.Future[T]:
+        """Have it called there, after whatever was put there before."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._training_thread, lambda: function(*args, **kwargs))
+        return loop.run_in_executor(self._training_thread, lambda: function(*args, **kwargs))
 
     @property
     def trainer(self) -> Trainer:
@@ -162,6 +172,11 @@ class Runtime:
             self.loading_seconds = time.monotonic() - started
             log.info("%s is loaded on %s", name, base.device)
 
+    @property
+    def canary(self) -> Canary:
+        assert self._canary is not None
+        return self._canary
+
     def checkpoints(self, name: ModelName) -> Checkpoints:
         return Checkpoints(self.store, name)
 
@@ -200,29 +215,6 @@ class Runtime:
         """A path of its own for each step, also for one that is made again by another call."""
         step = f"{manifest.step:06d}-{manifest.call_id}"
         return self.cache / kind / manifest.project / manifest.model / step
-
-    @contextmanager
-    def new_folder(self, draft: Manifest) -> Iterator[Path]:
-        """An empty folder for a step's files; in place as its cache when the block is through.
-
-        Raises `StoreFullError` if there is no space for them.
-        """
-        folder = self.folder(draft)
-        partial = folder.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
-            yield partial
-            partial.rename(folder)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            raise StoreFullError(
-                f"No space left for {draft.policy} in {self.cache} ({error.strerror}): the step "
-                "was not made. Free some space on the server's disk and repeat."
-            ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def fetch(self, manifest: Manifest) -> Path:
         """The step's files on this machine."""
@@ -293,44 +285,63 @@ class Runtime:
                 )
             await self._make_room()
             folder = await asyncio.to_thread(self.fetch, manifest)
-            await self.engine.load(manifest.policy, folder / "adapter")
+            try:
+                await self.engine.load(manifest.policy, folder / "adapter")
+                if manifest.probe:
+                    sample = await self.canary.sample(self.engine, manifest.policy)
+                    self.canary.compare(sample, manifest.probe, FETCHED)
+            except BaseException:
+                await self._remove(manifest.policy, folder)
+                raise
             self._folders[manifest.policy] = folder
             self._in_use[manifest.policy] = 0
 
     @asynccontextmanager
-    async def serving(self, draft: Manifest, folder: Path) -> AsyncIterator[float]:
-        """Let the engine serve a step that is not counted yet, from `folder`; the canary's value.
+    async def new_step(self, draft: Manifest) -> AsyncIterator[Path]:
+        """A slot of the engine and a folder for the files of a step that is not counted yet.
 
-        If the block fails, both the engine and the cache forget the step. The trainer has to hold
-        its weights. Raises `CanaryError` if the engine serves others.
+        If the block fails, both the engine and the cache forget the step. Raises `StoreFullError`
+        if there is no space for its files.
         """
         async with self._loading:
             await self._make_room()
             self._in_use[draft.policy] = 1
-            self._folders[draft.policy] = folder
+            self._folders[draft.policy] = folder = self.folder(draft)
         try:
-            await self.engine.load(draft.policy, folder / "adapter")
-            yield await self._compare(draft)
-        except BaseException:
+            folder.mkdir(parents=True)
+            yield folder
+        except BaseException as error:
             self._in_use[draft.policy] = 0
-            if draft.policy in self.engine.policies():
-                await self.unload(draft.policy)
-            else:
-                del self._in_use[draft.policy]
-                shutil.rmtree(self._folders.pop(draft.policy))
+            await self.unload(draft.policy)
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                raise StoreFullError(
+                    f"No space left for {draft.policy} in {self.cache} ({error.strerror}): the "
+                    "step was not made. Free some space on the server's disk and repeat."
+                ) from error
             raise
         self._release(draft.policy)
 
-    async def _compare(self, draft: Manifest) -> float:
-        assert self._canary is not None
-        sampled = await self._canary.sample(self.engine, draft.policy)
-        scores = await self.in_training_thread(self.trainer.logprobs, str(draft.name), sampled)
-        return self._canary.compare(draft.policy, sampled, scores)
+    async def serve(self, draft: Manifest, expected: Awaitable[dict[int, float]]) -> float:
+        """Let the engine serve the adapter of a `new_step`; how far it is from what is `expected`.
+
+        Raises `CanaryError` if the engine serves other weights.
+        """
+
+        async def sample() -> Sample:
+            await self.engine.load(draft.policy, self._folders[draft.policy] / "adapter")
+            return await self.canary.sample(self.engine, draft.policy)
+
+        return self.canary.compare(*await asyncio.gather(sample(), expected), NEW)
 
     async def unload(self, policy: str) -> None:
         """Stop serving a step, unless a request uses it or the engine does not serve it."""
         async with self._loading:
             await self._unload(policy)
+
+    async def make_room(self) -> None:
+        """Before a new step is there: then it need not wait for it."""
+        async with self._loading:
+            await self._make_room()
 
     async def _make_room(self) -> None:
         """Before a load: drop what was used longest ago, the newest steps of the models last, never
@@ -348,8 +359,12 @@ class Runtime:
     async def _unload(self, policy: str) -> None:
         if self._in_use.get(policy) == 0:
             del self._in_use[policy]
+            await self._remove(policy, self._folders.pop(policy))
+
+    async def _remove(self, policy: str, folder: Path) -> None:
+        if policy in self.engine.policies():
             await self.engine.unload(policy)
-            await asyncio.to_thread(shutil.rmtree, self._folders.pop(policy))
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 @functools.cache

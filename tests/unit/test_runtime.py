@@ -79,17 +79,18 @@ async def test_a_step_that_breaks_half_way_leaves_no_trace(
 ) -> None:
     """The weights were changed already when saving failed: the next step starts from the store."""
     body = encode_batch(batch(NAME, 1, groups=1))
-    save_state = runtime.trainer.save_state
+    save_optimizer = runtime.trainer.save_optimizer
 
     def break_down(name: str, folder: Path) -> None:
         raise RuntimeError("The saving broke.")
 
-    monkeypatch.setattr(runtime.trainer, "save_state", break_down)
+    monkeypatch.setattr(runtime.trainer, "save_optimizer", break_down)
     with pytest.raises(RuntimeError, match="saving broke"):
         await run(programs, "train", body)
     assert steps(runtime) == [0]
-    assert list(runtime.cache.rglob("*.partial")) == []
-    monkeypatch.setattr(runtime.trainer, "save_state", save_state)
+    assert list(runtime.cache.rglob("000001-*")) == []
+    assert runtime.policies == runtime.engine.policies() == ["p/m@0"]
+    monkeypatch.setattr(runtime.trainer, "save_optimizer", save_optimizer)
     await run(programs, "train", body)
     after_failure = runtime.newest(NAME)
 

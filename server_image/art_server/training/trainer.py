@@ -91,8 +91,16 @@ class Trainer:
         `adapter/` is a plain PEFT folder; `optimizer.safetensors` holds AdamW's moments by
         parameter, `trainer.json` the seed and the number of optimizer steps.
         """
+        self.save_adapter(name, folder)
+        self.save_optimizer(name, folder)
+
+    def save_adapter(self, name: str, folder: Path) -> None:
+        """The half of `save_state` that an engine needs."""
+        self._adapters.save(self._learner(name).key, folder / ADAPTER)
+
+    def save_optimizer(self, name: str, folder: Path) -> None:
+        """The other half, for a folder that exists."""
         learner = self._learner(name)
-        self._adapters.save(learner.key, folder / ADAPTER)
         moments = _moments(learner) if learner.steps else {}
         (folder / OPTIMIZER).write_bytes(dump(moments))
         state = {"optimizer_steps": learner.steps, "seed": learner.seed}
@@ -212,8 +220,31 @@ class Trainer:
                 found[n] = part.tolist()
         return found
 
+    @torch.no_grad()
+    def next_logprobs(self, name: str, prompt_ids: list[int], count: int) -> dict[int, float]:
+        """The `count` likeliest tokens after a prompt, the likeliest first, with their logprobs."""
+        [row] = pack([Datum(prompt_ids, [0])], [0], self.token_budget)
+        hidden_D = self._hidden(self._learner(name).key, row)[-1]
+        logits_V = self._head(hidden_D)
+        dtype = torch.promote_types(logits_V.dtype, torch.float32)
+        likeliest = logits_V.to(dtype).log_softmax(-1).topk(count)
+        return dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
+
     def _score(self, key: str | None, row: Row) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of the completion tokens (M and M) under an adapter or the base."""
+        device = self.base.device
+        logprobs_N, entropies_N = token_logprobs(
+            self._hidden(key, row),
+            self._head,
+            row.predecessors_N.to(device),
+            row.targets_N.to(device),
+            row.temperatures_N.to(device),
+        )
+        sampled_M = row.sampled_M.to(device)
+        return logprobs_N[sampled_M], entropies_N[sampled_M]
+
+    def _hidden(self, key: str | None, row: Row) -> Tensor:
+        """What the output head gets (T x D) under an adapter or the base."""
         device = self.base.device
         extra = {}
         if self._share:
@@ -228,15 +259,7 @@ class Trainer:
                 use_cache=False,
                 **extra,
             ).last_hidden_state
-        logprobs_N, entropies_N = token_logprobs(
-            hidden_1TD[0].to(self._head.weight.dtype),
-            self._head,
-            row.predecessors_N.to(device),
-            row.targets_N.to(device),
-            row.temperatures_N.to(device),
-        )
-        sampled_M = row.sampled_M.to(device)
-        return logprobs_N[sampled_M], entropies_N[sampled_M]
+        return hidden_1TD[0].to(self._head.weight.dtype)
 
     @torch.no_grad()
     def _reference_logprobs(
