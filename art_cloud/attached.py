@@ -90,7 +90,6 @@ class AttachedBackend(Backend):
 
     async def _go_on_at(self, endpoint: Endpoint) -> None:
         async with Backend(endpoint.url, self._token) as there:
-            for model in self._models:
-                await there.prepare(model)
+            await self._calls.go_on_at(there._server)
         self._server.url = endpoint.url
         say(f"Going on at {endpoint.url}, from the newest step in the store.")

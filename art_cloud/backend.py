@@ -6,28 +6,24 @@ from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from uuid import uuid4
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from ._version import __version__
-from .batch import as_groups, make_batch, mean_metrics, reward_metrics
+from .batch import as_groups, logged_trajectories, make_batch, mean_metrics, reward_metrics
+from .calls import Calls
 from .config import Frozen, SFTConfig, TrainConfig
 from .errors import (
     ConfigError,
-    JobError,
-    NotFoundError,
     VersionMismatchError,
 )
-from .http import ServerClient, complaint, error_of, is_loopback, parse, path_of
+from .http import ServerClient, complaint, is_loopback, parse, path_of
 from .model_checkpoints import ModelCheckpoints
 from .names import whole_path
-from .progress import Bar, progress, say
+from .progress import say
 from .protocol import (
     PROTOCOL,
-    JobEvent,
-    JobInfo,
     LogRequest,
     ModelInfo,
     RegisterRequest,
@@ -46,9 +42,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Frozen)
 TrainResult: TypeAlias = StepResult
 """What a training call returns: the new `step`, its `policy` name and its `metrics`."""
-
-RESUBMISSIONS = 3
-"""How often a call is sent again to a server that was replaced and does not know it."""
 
 
 class Backend:
@@ -73,6 +66,7 @@ class Backend:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._server = ServerClient(url, token, patience=patience, transport=transport)
+        self._calls = Calls(self._server)
         self._token = token
         self._models: list[TrainableModel[Any]] = []
 
@@ -96,7 +90,11 @@ class Backend:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, also those of the models' OpenAI clients. The server stays."""
+        """Close the connections, also those of the models' OpenAI clients. The server stays.
+
+        Waits until the steps that this backend made are durable, if there are any that are not.
+        """
+        await self._calls.close()
         for model in self._models:
             await model.close()
         await self._server.close()
@@ -138,7 +136,7 @@ class Backend:
         if is_loopback(self.url):
             base_model = whole_path(base_model)
         request = RegisterRequest(base_model=base_model, lora=model.lora)
-        await self._run_job("PUT", path_of(model.full_name), request, f"register {model.name}")
+        await self._calls.register(model.full_name, request)
 
     async def train(
         self,
@@ -160,9 +158,8 @@ class Backend:
         """
         chosen = _override(config or TrainConfig(), overrides)
         body = encode_batch(make_batch(model.full_name, trajectory_groups, chosen))
-        result = await self._run_job(
-            "POST", f"{path_of(model.full_name)}/train", body, f"train {model.name}"
-        )
+        name = model.full_name
+        result = await self._calls.make_step(name, "train", body, f"train {model.name}")
         if result.metrics.get("groups_without_signal") == result.metrics.get("groups", -1):
             say(
                 f"{result.policy}: within each group all rewards are equal, so there was nothing "
@@ -189,9 +186,8 @@ class Backend:
         )
         if not request.examples:
             raise ConfigError("There is no trajectory to fine-tune on.")
-        return await self._run_job(
-            "POST", f"{path_of(model.full_name)}/sft", request, f"fine-tune {model.name}"
-        )
+        name = model.full_name
+        return await self._calls.make_step(name, "sft", request, f"fine-tune {model.name}")
 
     async def model_info(self, model: TrainableModel[Any]) -> ModelInfo:
         return parse(ModelInfo, await self._server.call("GET", path_of(model.full_name)))
@@ -208,15 +204,13 @@ class Backend:
         """What `model.log` does."""
         groups = as_groups(trajectories or [])
         try:
+            rows, samples = logged_trajectories(groups)
             request = LogRequest(
                 split=split,
                 step=await model.get_step() if step is None else step,
                 metrics={**reward_metrics(groups), **mean_metrics(groups), **(metrics or {})},
-                trajectories=[
-                    _row(number, trajectory)
-                    for number, group in enumerate(groups)
-                    for trajectory in group
-                ],
+                trajectories=rows,
+                samples=samples,
             )
         except ValidationError as error:
             raise ConfigError(f"This can't be logged: {complaint(error)}.") from error
@@ -233,29 +227,6 @@ class Backend:
     def checkpoints(self, model: TrainableModel[Any]) -> ModelCheckpoints:
         """The steps of `model` that are kept."""
         return ModelCheckpoints(self._server, model.full_name)
-
-    async def _run_job(
-        self, method: str, path: str, content: BaseModel | bytes, description: str
-    ) -> StepResult:
-        """Have the server do it, show how far it is, and return what came of it."""
-        call_id = uuid4().hex
-        with progress(description) as bar:
-            for attempt in range(1, RESUBMISSIONS + 1):
-                sent = await self._server.call(method, path, content, call_id=call_id)
-                job = parse(JobInfo, sent)
-                try:
-                    async for event in self._server.events(job.id):
-                        _show(bar, event)
-                    ended = parse(JobInfo, await self._server.call("GET", f"jobs/{job.id}"))
-                    break
-                except NotFoundError:
-                    if attempt == RESUBMISSIONS:
-                        raise
-        if ended.error is not None:
-            raise error_of(ended.error)
-        if ended.result is None:
-            raise JobError(f"Job {ended.id} is {ended.state} and left no result. See the logs.")
-        return ended.result
 
 
 class AnyServerInfo(BaseModel):
@@ -299,23 +270,3 @@ def _example(item: Trajectory | Messages) -> SFTExample:
     if isinstance(item, Trajectory):
         return SFTExample.model_validate({"messages": item.messages(), "tools": item.tools})
     return SFTExample.model_validate({"messages": item})
-
-
-def _row(group: int, trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "group": group,
-        "reward": trajectory.reward,
-        "metrics": trajectory.metrics,
-        "metadata": trajectory.metadata,
-        "messages": trajectory.messages(),
-        "logs": trajectory.logs,
-    }
-
-
-def _show(bar: Bar, event: JobEvent) -> None:
-    """`progress` events carry `phase`, `done` of `total`, and perhaps `metrics`."""
-    data = event.data
-    words = [str(data.get("phase", event.type))]
-    if isinstance(metrics := data.get("metrics"), dict) and event.type == "progress":
-        words += [f"{name} {value:.4g}" for name, value in metrics.items()]
-    bar.update(data.get("done"), data.get("total"), ", ".join(words))
