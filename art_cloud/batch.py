@@ -11,9 +11,9 @@ from statistics import fmean, pstdev
 from .config import TrainConfig
 from .errors import ConfigError, UntrainableError
 from .names import ModelName, PolicyName
-from .protocol import Metrics, Sample, TrainGroup
+from .protocol import LoggedTrajectory, Metrics, Sample, TrainGroup
 from .trajectory import Trajectory, TrajectoryGroup
-from .wire import TrainBatch
+from .wire import TrainBatch, encode_batch
 
 
 def make_batch(
@@ -51,7 +51,14 @@ def make_batch(
             masked += len(sampled) - len(found)
             indices.append(list(range(len(samples), len(samples) + len(found))))
             samples += found
-        kept.append(TrainGroup(rewards=rewards, samples=indices))
+        kept.append(
+            TrainGroup(
+                rewards=rewards,
+                samples=indices,
+                metrics=[_finite(trajectory.metrics) for trajectory in group],
+                metadata=[group.metadata | trajectory.metadata for trajectory in group],
+            )
+        )
     if not kept:
         raise UntrainableError(
             f"None of the {len(given)} groups has two trajectories left to compare. See why their "
@@ -61,6 +68,38 @@ def make_batch(
     metrics["groups_too_small"] = float(skipped)
     metrics["samples_masked"] = float(masked)
     return TrainBatch(groups=kept, samples=samples, config=config, metrics=metrics)
+
+
+def logged_trajectories(
+    groups: Sequence[TrajectoryGroup],
+) -> tuple[list[LoggedTrajectory], bytes]:
+    """What `model.log` keeps of each, and the batch of their samples.
+
+    A trajectory that could not be trained on (it holds something that is neither a message nor a
+    choice) is kept without samples.
+    """
+    rows: list[LoggedTrajectory] = []
+    samples: list[Sample] = []
+    for number, group in enumerate(groups):
+        for place, trajectory in enumerate(group):
+            try:
+                found = trajectory.samples()
+            except UntrainableError:
+                found = []
+            rows.append(
+                LoggedTrajectory(
+                    group=number,
+                    trajectory=place,
+                    reward=trajectory.reward,
+                    metrics=trajectory.metrics,
+                    metadata=group.metadata | trajectory.metadata,
+                    messages=trajectory.messages(),
+                    logs=trajectory.logs,
+                    samples=list(range(len(samples), len(samples) + len(found))),
+                )
+            )
+            samples += found
+    return rows, encode_batch(TrainBatch(groups=[], samples=samples)) if samples else b""
 
 
 def mean_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
@@ -145,6 +184,10 @@ def _check_too_small(group: TrajectoryGroup, where: str) -> None:
         f"left. The last failure: {last.type}: {last.message}",
         stacklevel=3,
     )
+
+
+def _finite(metrics: Mapping[str, float]) -> Metrics:
+    return {key: float(value) for key, value in metrics.items() if isfinite(value)}
 
 
 def _reward(trajectory: Trajectory, what: str) -> float:

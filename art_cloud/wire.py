@@ -56,6 +56,9 @@ class TrainBatch(Frozen):
                     f"group {number} has {len(group.rewards)} rewards for "
                     f"{len(group.samples)} trajectories"
                 )
+            for what, several in (("metrics", group.metrics), ("metadata", group.metadata)):
+                if several and len(several) != len(group.rewards):
+                    raise ValueError(f"group {number} has {what} for {len(several)} trajectories")
             if any(index >= len(self.samples) for indices in group.samples for index in indices):
                 raise ValueError(
                     f"group {number} names a sample that is not among the {len(self.samples)} sent"

@@ -39,6 +39,7 @@ from .data import rl_data, sft_batches, sft_data, sft_learning_rate
 from .jobs import Program, Report
 from .runtime import Runtime, package_versions
 from .training import AdamParams
+from .trajectory_log import kept
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,7 @@ class Programs:
     async def train(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """One step of a policy loss on a batch of groups."""
         name = ModelName(job.project, job.model)
-        if (done := await self._done_before(job, name)) is not None:
-            return done
+        done = await self._done_before(job, name)
         batch = await self.runtime.in_training_thread(decode_batch, body, self.max_bytes)
         config = batch.config
         newest = self.runtime.newest(name)
@@ -102,7 +102,10 @@ class Programs:
             metrics["seconds"] = time.perf_counter() - started
             return _next(job, newest, metrics | batch.metrics)
 
-        return await self._step(name, step, report)
+        number = done.step if done else newest.step + 1
+        checkpoints = self.runtime.checkpoints(name)
+        async with kept(checkpoints, batch, number, job.id, self.runtime.base, report):
+            return done or await self._step(name, step, report)
 
     async def sft(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Supervised fine-tuning over all examples; one step of the model when it is through."""

@@ -1,53 +1,176 @@
-"""Evaluations kept as Parquet: one row a trajectory, readable by DuckDB and pandas."""
+"""Trajectories kept as Parquet, one row each: what was trained on, and what was logged.
+
+    {project}/{model}/trajectories/{split}/{step:06d}-{id}.parquet
+
+All files have one schema, whatever their split, so that DuckDB and pandas read them together. `id`
+is that of the train call, or a hash of what was logged: a call that is made twice writes one file.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from art_cloud.checkpoints import Checkpoints
+from art_cloud.errors import InvalidRequestError, StoreError
 from art_cloud.names import check_name
-from art_cloud.protocol import LogRequest
+from art_cloud.protocol import LogRequest, Sample
+from art_cloud.wire import TrainBatch, decode_batch
 
+from .jobs import Report
+from .training import BaseModel
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+"""The split of what was trained on."""
+MOST_BYTES = 1 << 30
+"""Of the samples of one logged call, once they are written out."""
+
+SAMPLE = pa.struct(
+    [
+        ("policy", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("temperature", pa.float64()),
+        ("masked", pa.bool_()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("split", pa.string()),
+        ("call_id", pa.string()),
         ("group", pa.int64()),
+        ("trajectory", pa.int64()),
         ("reward", pa.float64()),
         ("metrics", pa.string()),
         ("metadata", pa.string()),
         ("messages", pa.string()),
         ("logs", pa.list_(pa.string())),
+        ("samples", pa.list_(SAMPLE)),
     ]
 )
 
 
-def write_trajectories(checkpoints: Checkpoints, entry: LogRequest) -> None:
-    """Write the entry's trajectories; `metrics`, `metadata` and `messages` are JSON texts."""
+def write_logged(checkpoints: Checkpoints, entry: LogRequest, base: BaseModel | None) -> None:
+    """Keep the trajectories that were logged for a step.
+
+    Raises `InvalidRequestError` if their samples are not what a client sends.
+    """
     if not entry.trajectories:
         return
     split = check_name(entry.split, "split")
+    sent = decode_batch(entry.samples, MOST_BYTES).samples if entry.samples else []
+    samples = _samples(sent, base)
+    if any(place >= len(samples) for row in entry.trajectories for place in row.samples):
+        raise InvalidRequestError(
+            f"A trajectory names a sample that is not among the {len(samples)} sent."
+        )
     rows = [
         {
             "step": entry.step,
             "split": split,
-            "group": row.get("group", 0),
-            "reward": row.get("reward"),
-            "metrics": json.dumps(row.get("metrics", {})),
-            "metadata": json.dumps(row.get("metadata", {})),
-            "messages": json.dumps(row.get("messages", [])),
-            "logs": row.get("logs", []),
+            "group": row.group,
+            "trajectory": row.trajectory,
+            "reward": row.reward,
+            "metrics": json.dumps(row.metrics),
+            "metadata": json.dumps(row.metadata),
+            "messages": json.dumps(row.messages),
+            "logs": row.logs,
+            "samples": [samples[index] for index in row.samples],
         }
         for row in entry.trajectories
     ]
+    content = _parquet(rows)
+    _put(checkpoints, split, entry.step, hashlib.sha256(content).hexdigest()[:32], content)
+
+
+@asynccontextmanager
+async def kept(
+    checkpoints: Checkpoints,
+    batch: TrainBatch,
+    step: int,
+    call_id: str,
+    base: BaseModel | None,
+    report: Report,
+) -> AsyncIterator[None]:
+    """Keep the batch that a step is trained on, if the block, which makes the step, goes through.
+
+    The file is made beside the block and written after it: there is none of a step that was not
+    counted. If only the writing fails, the step stands, and a warning says so.
+    """
+    making = asyncio.create_task(asyncio.to_thread(_of_batch, batch, step, call_id, base))
+    try:
+        yield
+    except BaseException:
+        await asyncio.wait([making])
+        raise
+    try:
+        await asyncio.to_thread(_put, checkpoints, TRAIN, step, call_id, await making)
+    except StoreError as error:
+        text = f"The trajectories of step {step} were not kept; the step itself is. {error}"
+        log.warning("%s: %s", checkpoints.name, text)
+        report({"phase": "done", "warning": text})
+
+
+def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:
+    samples = _samples(batch.samples, base)
+    return _parquet(
+        {
+            "step": step,
+            "split": TRAIN,
+            "call_id": call_id,
+            "group": number,
+            "trajectory": place,
+            "reward": reward,
+            "metrics": json.dumps(group.metrics[place] if group.metrics else {}),
+            "metadata": json.dumps(group.metadata[place] if group.metadata else {}),
+            "logs": [],
+            "samples": [samples[index] for index in group.samples[place]],
+        }
+        for number, group in enumerate(batch.groups)
+        for place, reward in enumerate(group.rewards)
+    )
+
+
+def _samples(samples: Sequence[Sample], base: BaseModel | None) -> list[dict[str, Any]]:
+    """Rows of `SAMPLE`; without a base model, without texts."""
+    texts: dict[tuple[int, ...], str] = {}
+
+    def text(ids: list[int]) -> str | None:
+        if base is None:
+            return None
+        key = tuple(ids)  # a group's samples share their prompt
+        if key not in texts:
+            texts[key] = str(base.tokenizer.decode(ids))
+        return texts[key]
+
+    return [
+        sample.model_dump()
+        | {"prompt": text(sample.prompt_ids), "completion": text(sample.completion_ids)}
+        for sample in samples
+    ]
+
+
+def _parquet(rows: Iterable[dict[str, Any]]) -> bytes:
     file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
-    content = file.getvalue()
-    digest = hashlib.sha256(content).hexdigest()[:32]  # a call that is sent twice writes one file
-    key = f"{checkpoints.name}/trajectories/{split}/{entry.step:06d}-{digest}.parquet"
+    pq.write_table(pa.Table.from_pylist(list(rows), SCHEMA), file, compression="zstd")
+    return file.getvalue()
+
+
+def _put(checkpoints: Checkpoints, split: str, step: int, name: str, content: bytes) -> None:
+    key = f"{checkpoints.name}/trajectories/{split}/{step:06d}-{name}.parquet"
     checkpoints.store.create(key, content)
