@@ -1,7 +1,7 @@
 from ._version import __version__
 from .backend import Backend, TrainResult
 from .cluster import connect, up
-from .config import LoRAConfig, SFTConfig, TrainConfig
+from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
 from .dataset import DatasetBatch, iterate_dataset
 from .errors import (
     AnswerError,
@@ -76,6 +76,7 @@ __all__ = [
     "ProviderError",
     "RecordedTrajectory",
     "RequestTooLargeError",
+    "Retention",
     "RivalError",
     "RolloutError",
     "RolloutFailure",

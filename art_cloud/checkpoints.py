@@ -6,6 +6,7 @@ second learns who was first, and either finds his own call (the step is counted 
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -197,6 +198,8 @@ class Checkpoints:
         target = Checkpoints(self.store, to)
         if target.steps():
             raise ConflictError(f"{to} exists already. Fork to a name that is free.")
+        mark = f"{self.name}/forks/{source.step:06d}-{uuid4().hex}.json"
+        self.store.create(mark, json.dumps({"to": str(to)}).encode())
         return target.create(
             source.model_copy(
                 update={
@@ -211,6 +214,11 @@ class Checkpoints:
                 }
             )
         )
+
+    def forked(self) -> set[int]:
+        """The steps that a model was forked from."""
+        keys = self.store.list(f"{self.name}/forks/")
+        return {int(key.rpartition("/")[2].partition("-")[0]) for key in keys}
 
     def log(self, split: str, step: int, metrics: Metrics) -> None:
         """Keep what was measured about a step; `infos` shows it as `split/metric`.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from typing_extensions import TypeVar
 
-from .config import LoRAConfig, SFTConfig, TrainConfig
+from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
 from .errors import ConfigError
 from .http import is_loopback
 from .names import ModelName
@@ -161,6 +161,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
 
     base_model: str
     lora: LoRAConfig = LoRAConfig()
+    retention: Retention | None = None
+    """Which steps the server keeps in the store; None: all of them."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)  # makes the private attributes

@@ -37,6 +37,7 @@ from art_cloud.wire import decode_batch
 from .canary import EXPECTED
 from .data import rl_data, sft_batches, sft_data, sft_learning_rate
 from .jobs import Program, Report
+from .pruning import Pruner
 from .runtime import Runtime, package_versions
 from .training import AdamParams
 from .trajectory_log import kept
@@ -53,6 +54,7 @@ class Programs:
         self.max_bytes = max_bytes
         self._calls: dict[ModelName, dict[str, int]] = {}
         self._resident: dict[ModelName, int] = {}
+        self._pruner = Pruner(runtime)
 
     def by_kind(self) -> dict[JobKind, Program]:
         return {"register": self.register, "train": self.train, "sft": self.sft}
@@ -65,6 +67,7 @@ class Programs:
         manifest = await self.runtime.in_training_thread(checkpoints.newest)
         if manifest is not None:
             _check_same_model(name, manifest, request)
+            manifest = manifest.model_copy(update={"retention": request.retention})
         report({"phase": f"loading {request.base_model}"})
         await self.runtime.open_base(request.base_model)
         if manifest is None:
@@ -88,6 +91,7 @@ class Programs:
             data, metrics = rl_data(batch, self.runtime.vocabulary)
             reference = None
             if config.kl_coef and config.kl_reference_step is not None:
+                self._pruner.references[name] = config.kl_reference_step
                 reference = self.runtime.fetch_reference(name, config.kl_reference_step)
             metrics |= self.runtime.trainer.forward_backward(
                 str(name),
@@ -170,6 +174,7 @@ class Programs:
             raise
         self._resident[name] = manifest.step
         self._calls[name][manifest.call_id] = manifest.step
+        self._pruner.after(manifest)
         return _result(manifest)
 
     async def _publish(self, draft: Manifest) -> Manifest:
@@ -210,7 +215,7 @@ class Programs:
         if step is None:
             return None
         return _result(
-            await self.runtime.in_training_thread(self.runtime.checkpoints(name).read, step)
+            await self.runtime.in_training_thread(self.runtime.checkpoints(name).record, step)
         )
 
     async def reopen(self, names: Iterable[ModelName]) -> None:
@@ -243,6 +248,7 @@ class Programs:
             parent=None,
             base_model=request.base_model,
             lora=request.lora,
+            retention=request.retention,
             versions=package_versions(),
         )
 
@@ -262,6 +268,7 @@ def _next(job: JobInfo, newest: Manifest, metrics: Metrics) -> Manifest:
         parent=Parent(project=newest.project, model=newest.model, step=newest.step),
         base_model=newest.base_model,
         lora=newest.lora,
+        retention=newest.retention,
         metrics=metrics,
         versions=package_versions(),
     )

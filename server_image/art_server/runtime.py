@@ -151,6 +151,11 @@ class Runtime:
     def policies(self) -> list[str]:
         return list(self._in_use)
 
+    def steps_in_use(self, name: ModelName) -> set[int]:
+        """The steps of a model that requests are being answered from."""
+        busy = (PolicyName.parse(policy) for policy, users in self._in_use.items() if users)
+        return {policy.step for policy in busy if policy.model == name}
+
     async def open_base(self, name: str) -> None:
         """Load the base model, unless it is loaded. One server holds one."""
         if self.base_name not in (None, name):
