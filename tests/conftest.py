@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from .s3_servers import S3Server
 
 # Workers and the servers they start share the cores: threads that wait for others burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +31,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
             make_tiny_model(folder)
             done.touch()
     return folder
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server in memory, over https, for this worker."""
+    from .s3_servers import moto_server
+
+    with moto_server(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """An S3 server on disk, over https. Tests that use it are of the xdist group "swift"."""
+    from .s3_servers import swift_server
+
+    with swift_server(tmp_path_factory.mktemp("swift")) as server:
+        yield server
 
 
 def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
