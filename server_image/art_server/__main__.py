@@ -51,7 +51,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
                         "the first model that is registered decides")  # fmt: skip
     parser.add_argument("--name", default="server", help="of this cluster")
-    parser.add_argument("--port", type=_port, default=0, help="on 127.0.0.1; 0: any free one")
+    parser.add_argument("--host", choices=["127.0.0.1", "0.0.0.0"], default="127.0.0.1",
+                        help="0.0.0.0 only in a container whose ports are not open")  # fmt: skip
+    parser.add_argument("--port", type=_port, default=0, help="0: any free one")
     parser.add_argument("--store", help="URL or folder where steps are kept")
     parser.add_argument("--state", type=Path, help="folder for the journal and the cache")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
@@ -97,17 +99,17 @@ def _mebibytes(text: str) -> int:
     return size
 
 
-def listen(port: int) -> socket.socket:
-    """A listening socket on loopback; `ConfigError` if the port is taken."""
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; `ConfigError` if the port is taken."""
     # asyncio sets TCP_NODELAY only where the protocol is named: 40 ms an answer
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
+        listener.bind((host, port))
         listener.listen(2048)
     except OSError as error:
         raise ConfigError(
-            f"Port {port} on 127.0.0.1 can't be used: {error.strerror}. Choose another --port, or "
+            f"Port {port} on {host} can't be used: {error.strerror}. Choose another --port, or "
             "none for a free one."
         ) from None
     return listener
@@ -156,7 +158,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
-    listener = listen(options.port)
+    listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
     # after the cheap checks, since these import torch
