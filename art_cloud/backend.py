@@ -135,9 +135,7 @@ class Backend:
         base_model = model.base_model
         if is_loopback(self.url):
             base_model = whole_path(base_model)
-        request = RegisterRequest(
-            base_model=base_model, lora=model.lora, retention=model.retention
-        )
+        request = RegisterRequest(base_model=base_model, lora=model.lora, retention=model.retention)
         await self._calls.register(model.full_name, request)
 
     async def train(

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
@@ -116,9 +117,11 @@ class Checkpoints:
         Raises `NotFoundError` if there never was such a step.
         """
         try:
-            return self._parse(self._key(step, "removed"))
-        except NotFoundError:
             return self.read(step)
+        except NotFoundError:
+            with suppress(NotFoundError):
+                return self._parse(self._key(step, "removed"))
+            raise
 
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""

@@ -263,7 +263,9 @@ class Runtime:
                 newest = self.newest(name.model)
                 if newest.step == name.step:
                     return newest
-                manifest = await asyncio.to_thread(self.checkpoints(name.model).read, name.step)
+                steps = self.checkpoints(name.model)
+                loaded = requested in self._in_use  # then it is served, be it removed meanwhile
+                manifest = await asyncio.to_thread(steps.record if loaded else steps.read, name.step)
                 if manifest.step > newest.step:
                     raise NotFoundError(
                         f"{requested} was made by another server; this one is at step "
