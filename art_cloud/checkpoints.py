@@ -24,12 +24,14 @@ from .errors import ConflictError, NotFoundError, RivalError, StoreError
 from .names import ModelName
 from .protocol import CheckpointInfo, Metrics
 from .store import Blob, Store
+from .transfer import Transfer, Watch
 
 Kind = Literal["init", "train", "sft", "fork", "push"]
 STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
-READERS = 8
-"""Small files that are read at once: in S3 each takes a round trip."""
+AT_ONCE = 8
+"""Files that are read or written at once: in S3 each takes a round trip."""
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -37,6 +39,17 @@ class Parent(Frozen):
     project: str
     model: str
     step: int
+
+
+class Writer(Frozen):
+    """The server that made a step."""
+
+    cluster: str
+    host: str
+    started_at: datetime
+
+    def __str__(self) -> str:
+        return f"{self.cluster} on {self.host}, started {self.started_at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 class Manifest(Frozen):
@@ -64,6 +77,8 @@ class Manifest(Frozen):
     """Which steps of the model stay, by whoever registered it last."""
     versions: dict[str, str]
     """Of the packages that made it."""
+    writer: Writer | None = None
+    """None: it was not made by a server."""
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @field_validator("files")
@@ -123,6 +138,13 @@ class Checkpoints:
                 return self._parse(self._key(step, "removed"))
             raise
 
+    def find(self, step: int) -> Manifest | None:
+        """The step's `record`, where there is one."""
+        try:
+            return self.record(step)
+        except NotFoundError:
+            return None
+
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""
         kept = self.steps()
@@ -150,12 +172,17 @@ class Checkpoints:
         """
         return self.create(draft.model_copy(update={"files": self.upload(folder)}))
 
-    def upload(self, folder: Path) -> dict[str, Blob]:
+    def upload(self, folder: Path, watch: Watch | None = None) -> dict[str, Blob]:
         """The first half of `commit`: the blobs, by their paths in `folder`."""
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): self.store.put_blob(path) for path in paths}
+        transfer = Transfer(sum(path.stat().st_size for path in paths), watch)
+        blobs = each(lambda path: self.store.put_blob(path, transfer.moved), paths)
+        names = (path.relative_to(folder).as_posix() for path in paths)
+        return dict(zip(names, blobs, strict=True))
 
-    def fetch(self, manifest: Manifest, folder: Path, *, only: str = "") -> Path:
+    def fetch(
+        self, manifest: Manifest, folder: Path, *, only: str = "", watch: Watch | None = None
+    ) -> Path:
         """Write the step's files (those whose path starts with `only`) to a folder of its own.
 
         The folder appears when all of them are there and checked; one that is there is kept.
@@ -163,12 +190,17 @@ class Checkpoints:
         if folder.exists():
             return folder
         partial = folder.with_name(f"{folder.name}.{uuid4().hex}.partial")
+        files = {path: blob for path, blob in manifest.files.items() if path.startswith(only)}
+        transfer = Transfer(sum(blob.size for blob in files.values()), watch)
+
+        def get(path: str) -> None:
+            target = partial / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.store.get_blob(files[path], target, transfer.moved)
+
         try:
-            for path, blob in manifest.files.items():
-                if path.startswith(only):
-                    target = partial / path
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    self.store.get_blob(blob, target)
+            partial.mkdir(parents=True)
+            each(get, files)
             try:
                 partial.rename(folder)
             except OSError:
@@ -303,11 +335,19 @@ class Checkpoints:
         there = self.read(manifest.step)
         if there.call_id == manifest.call_id:
             return there
-        raise RivalError(
-            f"Step {manifest.step} of {self.name} was made by another call ({there.call_id}, "
-            f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC): somebody else trains this model too. "
-            "This step was not counted. Stop one of the two, or train a fork."
-        )
+        raise superseded(there)
+
+
+def superseded(there: Manifest) -> RivalError:
+    """What a server is told that wanted to make the step `there` too."""
+    return RivalError(
+        f"Step {there.step} of {there.name} was made by another call ({there.call_id}, "
+        f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC) on another server"
+        + (f" ({there.writer})" if there.writer else "")
+        + f": two servers train {there.name}. This step was not counted, and this server does no "
+        "more for the model until it is registered here again. Stop one of the two, or train a "
+        "fork."
+    )
 
 
 def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:
@@ -322,10 +362,10 @@ def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:
     return max(having, key=lambda info: (info.metrics[metric], info.step))
 
 
-def each(read: Callable[[str], R], keys: Iterable[str]) -> list[R]:
-    """What `read` makes of each key, in order, several at once."""
-    with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(read, keys))
+def each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """What `work` makes of each item, in order, several at once; the first error ends it."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(work, items))
 
 
 def _json(manifest: Manifest) -> bytes:
