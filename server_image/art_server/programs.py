@@ -32,6 +32,7 @@ from art_cloud.protocol import (
     StepResult,
 )
 from art_cloud.store import Blob
+from art_cloud.transfer import Rate
 from art_cloud.wire import decode_batch
 
 from .canary import EXPECTED
@@ -73,7 +74,7 @@ class Programs:
         if manifest is None:
             report({"phase": "making step 0"})
             draft = await self.runtime.in_training_thread(self._make_step_0, name, request)
-            manifest = await self._publish(draft)
+            manifest = await self._publish(draft, report)
         await self._serve(manifest)
         return _result(manifest)
 
@@ -167,7 +168,7 @@ class Programs:
             await self.runtime.make_room()
             draft = await self.runtime.train(step)
             report({"phase": f"loading {draft.policy}"})
-            manifest = await self._publish(draft)
+            manifest = await self._publish(draft, report)
         except BaseException:
             # what the trainer holds may be half a step: the next job reads the newest one again
             self._resident.pop(name, None)
@@ -177,14 +178,19 @@ class Programs:
         self._pruner.after(manifest)
         return _result(manifest)
 
-    async def _publish(self, draft: Manifest) -> Manifest:
+    async def _publish(self, draft: Manifest, report: Report) -> Manifest:
         """Make what the trainer holds the step `draft`: served and compared first, then counted."""
         runtime, trainer, name = self.runtime, self.runtime.trainer, str(draft.name)
         checkpoints = runtime.checkpoints(draft.name)
 
         async def store(folder: Path) -> dict[str, Blob]:
             await runtime.in_training_thread(trainer.save_optimizer, name, folder)
-            return await asyncio.to_thread(checkpoints.upload, folder)
+            rate = Rate()
+
+            def watch(done: int, total: int) -> None:
+                report({"phase": f"storing {draft.policy}: {rate.words(done, total)}"})
+
+            return await asyncio.to_thread(checkpoints.upload, folder, watch)
 
         async with runtime.new_step(draft) as folder:
             await runtime.in_training_thread(trainer.save_adapter, name, folder)
