@@ -29,12 +29,17 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
     │   └── TooManyExceptionsError   more rollouts failed than `max_exceptions` allows
     ├── AnswerError                  a judge or a generator gave no answer that can be used
     └── ProviderError
-        └── LaunchError              the machine or its server did not come up
+        ├── LaunchError              the machine or its server did not come up
+        └── IncompleteListError      some machines can't tell what runs there; others did
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from .providers import Instance
 
 
 class ArtCloudError(Exception):
@@ -157,6 +162,14 @@ class ProviderError(ArtCloudError):
 
 class LaunchError(ProviderError):
     code = "launch_failed"
+
+
+class IncompleteListError(ProviderError):
+    code = "incomplete_list"
+
+    def __init__(self, message: str = "", instances: Sequence[Instance] = ()) -> None:
+        super().__init__(message)
+        self.instances = list(instances)
 
 
 def _tree(root: type[ArtCloudError]) -> dict[str, type[ArtCloudError]]:

@@ -1,0 +1,357 @@
+"""Machines that you can log in to: the server as a process there that outlives the login.
+
+What happens on the machine is `launch/ssh/box.py`; this module decides which machine, and says
+what went wrong in words. It keeps no record: hosts are those of the recorded clusters, and those of
+the file `<home>/ssh-hosts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
+
+from .._version import __version__
+from ..config import Frozen
+from ..errors import (
+    ConfigError,
+    ConflictError,
+    IncompleteListError,
+    LaunchError,
+    NotFoundError,
+    ProviderError,
+)
+from ..progress import say
+from ..registry import Registry, home
+from ..ssh_login import Login, login
+from ..wheel import source
+from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
+
+INSTALL_SECONDS = 1500.0
+STOP_SECONDS = 90.0
+"""Above what box.py gives a server to end."""
+INSTALLED_BYTES = 10e9
+"""What an environment takes, with torch for a GPU."""
+LOCK_POLL_SECONDS = 0.1
+
+
+class Options(Frozen):
+    """What `art.up("ssh", ...)` takes beside what all providers take."""
+
+    host: str | None = None
+    """As in `ssh HOST`."""
+    hosts: tuple[str, ...] = ()
+    """The first that answers, has no server of ours and fits is taken."""
+    hosts_file: str | None = None
+    """One host a line, in place of `hosts`."""
+    ssh_config: str | None = None
+    """In place of ~/.ssh/config, as in `ssh -F`."""
+    python: str | None = None
+    """A Python on the machine that has `art-cloud[server]`: then nothing is installed."""
+    gpu: str | None = None
+    """Part of the name that nvidia-smi shows: only a machine with such a GPU is taken."""
+    min_memory_gb: PositiveFloat = 2.0
+    price_per_hour: NonNegativeFloat = 0.0
+    """US dollars that the machine costs you, for `budget` and for what is shown."""
+
+    def routes(self) -> list[SSHRoute]:
+        config = str(Path(self.ssh_config).expanduser().resolve()) if self.ssh_config else None
+        if self.host is not None:
+            hosts = [self.host]
+        elif self.hosts:
+            hosts = list(self.hosts)
+        elif self.hosts_file is not None:
+            hosts = _read_hosts(Path(self.hosts_file).expanduser())
+        else:
+            hosts = _read_hosts(default_hosts()) if default_hosts().exists() else []
+        return [SSHRoute(host=host, config=config) for host in dict.fromkeys(hosts)]
+
+
+def default_hosts() -> Path:
+    """The file of hosts that are used where none are named, and always looked at."""
+    return home() / "ssh-hosts"
+
+
+class SSHProvider:
+    async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        """One for each host. Nobody is asked."""
+        options = _options(spec)
+        price = options.price_per_hour
+        return [
+            Offer(provider="ssh", region=route.host, price_per_hour=price)
+            for route in _chosen(options)
+        ]
+
+    async def launch(self, spec: ClusterSpec, name: str) -> None:
+        """Take the first host that can, set it up, and start the server.
+
+        Raises:
+            ConflictError: a server of that name runs there that was started from elsewhere.
+            LaunchError: no host can; the message says of each why.
+        """
+        options = _options(spec)
+        routes = _chosen(options)
+        async with _one_at_a_time(name):
+            if len(routes) > 1:
+                found, _ = await _ask_all(routes)
+                routes = [one.route for one in found if one.has(name)] or routes
+            refusals = []
+            for route in routes:
+                try:
+                    async with login(route) as there:
+                        await _launch(there, spec, options, name, alone=len(routes) > 1)
+                    return
+                except ProviderError as error:
+                    refusals.append(str(error))
+        raise LaunchError("\n".join(refusals))
+
+    async def endpoint(self, name: str) -> Endpoint:
+        async with login(await _route_of(name)) as there:
+            while True:
+                answer = await there.box("endpoint", name)
+                if answer["state"] == "running":
+                    return Endpoint(url=answer["url"], ssh=there.route)
+                if answer["state"] == "ended":
+                    raise _ended(name, there.route, answer["log"])
+
+    async def list(self) -> list[Instance]:
+        """What runs at all hosts that are known.
+
+        Raises:
+            IncompleteListError: some of them can't tell.
+        """
+        found, failures = await _ask_all(_known_routes())
+        instances = [_instance(one.route, server) for one in found for server in one.servers]
+        if failures:
+            raise IncompleteListError(" ".join(failures.values()), instances)
+        return instances
+
+    async def terminate(self, name: str) -> None:
+        """SIGTERM to the server, and SIGKILL to whatever of it is left after a minute.
+
+        A host that does not answer is an error only if no other had the server.
+        """
+        found, failures = await _ask_all(_routes_of(name))
+        having = [one.route for one in found if one.has(name)]
+        await asyncio.gather(*(_stop(route, name) for route in having))
+        if failures and not having:
+            raise ProviderError(
+                f"{' '.join(failures.values())} What may run of {name} there ends by itself when "
+                "its lease, idle limit or deadline passes."
+            )
+
+    async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        async with login(await _route_of(name)) as there:
+            async for line in there.lines("log", name, *(["--follow"] if follow else [])):
+                yield line
+
+
+class _Answer(Frozen):
+    """What one host says of the servers that it has."""
+
+    route: SSHRoute
+    servers: list[dict[str, Any]]
+    logs: list[str]
+
+    def has(self, name: str) -> bool:
+        return any(server["name"] == name for server in self.servers)
+
+
+def _options(spec: ClusterSpec) -> Options:
+    try:
+        return Options.model_validate(spec.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"Option {option} of a cluster on ssh: {first['msg']}. There are: "
+            f"{', '.join(Options.model_fields)}."
+        ) from error
+
+
+def _chosen(options: Options) -> list[SSHRoute]:
+    routes = options.routes()
+    if not routes:
+        raise ConfigError(
+            'A cluster on ssh needs a machine: host="gpu-box" (as in `ssh gpu-box`), hosts=[...], '
+            f"hosts_file=..., or {default_hosts()} with one host a line."
+        )
+    return routes
+
+
+def _read_hosts(path: Path) -> list[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"The hosts in {path} can't be read: {error.strerror}.") from error
+    return [host for line in lines if (host := line.partition("#")[0].strip())]
+
+
+def _known_routes() -> list[SSHRoute]:
+    records = [record.spec for record in Registry().list() if record.spec.provider == "ssh"]
+    routes = [route for spec in records for route in _options(spec).routes()]
+    return list(dict.fromkeys([*routes, *Options().routes()]))
+
+
+def _routes_of(name: str) -> list[SSHRoute]:
+    """Where the cluster can be: the hosts of its record, or all that are known."""
+    record = Registry().get(name)
+    if record is None or record.spec.provider != "ssh":
+        return _known_routes()
+    return _options(record.spec).routes()
+
+
+async def _route_of(name: str) -> SSHRoute:
+    """The host that has the cluster; where none has, one that has its log."""
+    routes = _routes_of(name)
+    if len(routes) == 1:
+        return routes[0]
+    found, failures = await _ask_all(routes)
+    for one in found:
+        if one.has(name):
+            return one.route
+    for one in found:
+        if name in one.logs:
+            return one.route
+    if failures:
+        raise ProviderError(" ".join(failures.values()))
+    raise NotFoundError(f"No host that is known here has a cluster {name!r}.")
+
+
+async def _ask_all(routes: list[SSHRoute]) -> tuple[list[_Answer], dict[str, str]]:
+    """The answers of these hosts, and why the others gave none."""
+
+    async def ask(route: SSHRoute) -> _Answer | ProviderError:
+        try:
+            async with login(route) as there:
+                return _Answer.model_validate({"route": route, **await there.box("list")})
+        except ProviderError as error:
+            return error
+
+    answers = await asyncio.gather(*map(ask, routes))
+    return (
+        [answer for answer in answers if isinstance(answer, _Answer)],
+        {
+            route.host: str(answer)
+            for route, answer in zip(routes, answers, strict=True)
+            if isinstance(answer, ProviderError)
+        },
+    )
+
+
+async def _launch(
+    there: Login, spec: ClusterSpec, options: Options, name: str, *, alone: bool
+) -> None:
+    host = there.route.host
+    servers = (await there.box("list"))["servers"]
+    state = next((server for server in servers if server["name"] == name), None)
+    if state is None:
+        has = await there.box("check", *([options.python] if options.python else []))
+        _refuse_unfit(host, has, options)
+        say(f"{host}: {describe(has)}")
+        python = options.python or await _install(there, spec, has)
+        arguments = [*(["--if-free"] if alone else []), name, python, *spec.server_arguments(name)]
+        secrets = json.dumps(spec.server_environment())
+        state = await there.box("start", *arguments, stdin=secrets)
+    if state["state"] == "busy":
+        raise ProviderError(f"{host} has a server already: {', '.join(state['with'])}.")
+    if state["owner"] != hashlib.sha256(spec.token.get_secret_value().encode()).hexdigest():
+        raise ConflictError(
+            f"A server {name} runs on {host} that was started from elsewhere, so its token is not "
+            f"known here. Choose another name, or end it: art-cloud down {name}"
+        )
+
+
+def _refuse_unfit(host: str, has: dict[str, Any], options: Options) -> None:
+    if has["memory_bytes"] < options.min_memory_gb * 1e9:
+        raise ProviderError(
+            f"{host} has {has['memory_bytes'] / 1e9:.1f} GB of memory left, and "
+            f"{options.min_memory_gb:g} are asked for (min_memory_gb)."
+        )
+    names = [gpu["name"] for gpu in has["gpus"]]
+    if options.gpu and not any(options.gpu.lower() in name.lower() for name in names):
+        why = has["gpu_problem"] or f"it has {', '.join(names) or 'none'}"
+        raise ProviderError(f"{host} shows no GPU {options.gpu}: {why}.")
+    if options.python and has["art_cloud"] != __version__:
+        raise ProviderError(
+            f"{options.python} on {host} has art-cloud {has['art_cloud']}, and this is "
+            f"{__version__}. Run there: {options.python} -m pip install "
+            f"'art-cloud[server]=={__version__}'"
+        )
+
+
+def describe(has: dict[str, Any]) -> str:
+    """What box.py found on a machine, in a line."""
+    gpus = [f"{gpu['name']} ({gpu['memory']}, driver {gpu['driver']})" for gpu in has["gpus"]]
+    none = f"no GPU ({has['gpu_problem']})" if has["gpu_problem"] else "no GPU"
+    return (
+        f"{', '.join(gpus) or none + ', so it runs on the CPU'}; "
+        f"{has['memory_bytes'] / 1e9:.0f} GB of memory and {has['disk_bytes'] / 1e9:.0f} GB of "
+        "disk free"
+    )
+
+
+async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
+    """An environment with this version on the machine, made once; returns its Python."""
+    extras = "server,vllm" if spec.engine == "vllm" else "server"
+    what = await asyncio.to_thread(source)
+    key = what.key + ("-vllm" if spec.engine == "vllm" else "")
+    wheel = None
+    if key not in has["environments"]:
+        if has["disk_bytes"] < INSTALLED_BYTES:
+            raise ProviderError(
+                f"{there.route.host} has {has['disk_bytes'] / 1e9:.1f} GB of disk left, and "
+                f"{INSTALLED_BYTES / 1e9:.0f} are needed to install art-cloud with torch in "
+                "~/.art-cloud. Free some, or name a python= that has it."
+            )
+        say(f"{there.route.host}: installing art-cloud[{extras}] {what.key}, once for all clusters")
+        wheel = await there.put(what.wheel, what.key) if what.wheel else None
+    requirement = what.requirement(extras, wheel)
+    answer = await there.box("install", key, requirement, silence=INSTALL_SECONDS)
+    return str(answer["python"])
+
+
+def _ended(name: str, route: SSHRoute, log: list[str]) -> LaunchError:
+    lines = "\n".join(f"  {line}" for line in log) or "  (nothing)"
+    return LaunchError(
+        f"The server of {name} on {route.host} ended. The last lines of what it wrote:\n{lines}\n"
+        "Mend what they name, then start it again."
+    )
+
+
+def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
+    return Instance(
+        name=server["name"],
+        provider="ssh",
+        state=server["state"],
+        started_at=datetime.fromtimestamp(server["started_at"], UTC),
+        detail=f"{route.host}, pid {server['pid']}",
+    )
+
+
+async def _stop(route: SSHRoute, name: str) -> None:
+    async with login(route) as there:
+        await there.box("stop", name, silence=STOP_SECONDS)
+
+
+@asynccontextmanager
+async def _one_at_a_time(name: str) -> AsyncIterator[None]:
+    """Launches of one name by this user wait for each other: the first decides on the host."""
+    folder = home() / "clusters" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "launch").open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+        yield
