@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .attached import AttachedBackend, Replace
 from .backend import Backend
-from .errors import ConfigError, ConflictError, LaunchError, NotFoundError
+from .errors import ConfigError, ConflictError, IncompleteListError, LaunchError, NotFoundError
 from .names import whole_path
 from .progress import console, enabled, say
 from .providers import ClusterSpec, Endpoint, Provider, get_provider
@@ -128,6 +128,10 @@ class Up:
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
                 self._backend = await _start(provider, record, fresh=fresh, on_loss=self._on_loss)
+        except ConflictError:  # what runs is not what this process started
+            if self._own is not None:
+                registry.remove(self._own)
+            raise
         except BaseException as error:
             if self._own is not None:
                 await _end_ours(self._own)
@@ -143,7 +147,7 @@ class Up:
     async def _clear(self, registry: Registry, provider: Provider) -> None:
         """Forget a cluster of this name that ended, and finish one that was being ended."""
         record = registry.get(self.name)
-        exists = any(instance.name == self.name for instance in await provider.list())
+        exists = await self._exists(provider, sure=record is not None)
         if record is None and exists and registry.get(self.name) is None:
             raise ConflictError(
                 f"A server {self.name} runs already that is not recorded here, so its token is "
@@ -155,6 +159,16 @@ class Up:
             await provider.terminate(self.name)
         if record.state == "ending" or (record.state == "running" and not exists):
             registry.remove(record)
+
+    async def _exists(self, provider: Provider, *, sure: bool) -> bool:
+        """Whether there is a cluster of this name; `sure`: an error if it can't be told."""
+        try:
+            instances = await provider.list()
+        except IncompleteListError as error:
+            instances = error.instances
+            if sure and all(instance.name != self.name for instance in instances):
+                raise
+        return any(instance.name == self.name for instance in instances)
 
 
 def connect(

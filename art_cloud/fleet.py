@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from .backend import Backend
-from .errors import ArtCloudError, NotFoundError
+from .errors import ArtCloudError, IncompleteListError, NotFoundError
 from .protocol import ServerInfo
 from .providers import Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, unknown
@@ -143,6 +143,9 @@ async def _list_instances(
     for name in names:
         try:
             instances += await get_provider(name).list()
+        except IncompleteListError as error:
+            instances += error.instances
+            failures[name] = error
         except ArtCloudError as error:
             failures[name] = error
     return instances, failures
