@@ -13,6 +13,7 @@ from .http import ServerClient
 from .progress import say
 from .providers import Endpoint
 from .registry import Use
+from .tunnel import open_tunnel, port_of, reached
 
 PING_SECONDS = 30.0
 """Far below the shortest lease or idle limit that makes sense."""
@@ -38,6 +39,7 @@ class AttachedBackend(Backend):
         replace: Replace | None = None,
     ) -> None:
         super().__init__(endpoint.url, token)
+        self._endpoint = endpoint
         self._replace = replace
         self._replacing = asyncio.Lock()
         self._replaced = 0
@@ -47,6 +49,7 @@ class AttachedBackend(Backend):
         self._use = Use(name) if name else None
 
     async def __aenter__(self) -> AttachedBackend:
+        await self._take(self._endpoint)
         await super().__aenter__()
         self._pinging = asyncio.create_task(self._ping())
         return self
@@ -57,6 +60,8 @@ class AttachedBackend(Backend):
         if self._use is not None:
             self._use.end()
         await super().close()
+        if self.tunnel is not None:
+            await self.tunnel.close()
 
     async def _ping(self) -> None:
         server = ServerClient(self.url, self._token, patience=0)
@@ -89,7 +94,18 @@ class AttachedBackend(Backend):
             return True
 
     async def _go_on_at(self, endpoint: Endpoint) -> None:
-        async with Backend(endpoint.url, self._token) as there:
+        async with reached(endpoint) as url, Backend(url, self._token) as there:
             await self._calls.go_on_at(there._server)
-        self._server.url = endpoint.url
-        say(f"Going on at {endpoint.url}, from the newest step in the store.")
+        await self._take(endpoint)
+        say(f"Going on at {self.url}, from the newest step in the store.")
+
+    async def _take(self, endpoint: Endpoint) -> None:
+        """Have calls go to `endpoint` from now on, through a tunnel if it is elsewhere."""
+        if endpoint.ssh is None:
+            self._server.url = endpoint.url
+            return
+        if self.tunnel is None:
+            self.tunnel = await open_tunnel(endpoint.ssh, port_of(endpoint))
+        else:
+            self.tunnel.retarget(endpoint.ssh, port_of(endpoint))
+        self._server.url = self.tunnel.url

@@ -38,6 +38,7 @@ from .wire import encode_batch
 
 if TYPE_CHECKING:
     from .model import Model, TrainableModel
+    from .tunnel import Tunnel
 
 C = TypeVar("C", bound=Frozen)
 TrainResult: TypeAlias = StepResult
@@ -70,12 +71,15 @@ class Backend:
         self._token = token
         self._models: list[TrainableModel[Any]] = []
 
+    tunnel: Tunnel | None = None
+    """The way to the server, if it is on another machine: `url` is this end of it."""
+
     @property
     def url(self) -> str:
         return self._server.url
 
     def __repr__(self) -> str:
-        return f"Backend({self.url!r})"
+        return f"Backend({self.url!r})" if self.tunnel is None else f"Backend({self.tunnel!r})"
 
     async def __aenter__(self) -> Backend:
         await self.info()
@@ -133,7 +137,7 @@ class Backend:
     async def prepare(self, model: TrainableModel[Any]) -> None:
         """Have the server load the newest step of `model`, or make its step 0."""
         base_model = model.base_model
-        if is_loopback(self.url):
+        if is_loopback(self.url) and self.tunnel is None:
             base_model = whole_path(base_model)
         request = RegisterRequest(base_model=base_model, lora=model.lora, retention=model.retention)
         await self._calls.register(model.full_name, request)

@@ -134,6 +134,29 @@ def logs(
 
 
 @app.command()
+def tunnel(
+    name: Name,
+    port: Annotated[int, typer.Option(help="Of this machine. Default: a free one.")] = 0,
+) -> None:
+    """Keep a port of this machine that leads to a cluster's server, for other programs."""
+    import asyncio
+
+    from . import fleet
+
+    async def keep() -> None:
+        opened = await fleet.tunnel(name, port)
+        typer.echo(opened.url)
+        typer.echo(f"{opened}. It is there until Ctrl-C.", err=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            typer.echo(str(opened), err=True)
+            await opened.close()
+
+    _run(keep())
+
+
+@app.command()
 def down(
     name: Annotated[str | None, typer.Argument()] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every cluster.")] = False,
@@ -188,6 +211,57 @@ def demo(
     console.print(f"Win rate by step: {demos.plot(result, plot)}")
     if as_json:
         typer.echo(json.dumps(result.summary()))
+
+
+@app.command()
+def auto(
+    description: Annotated[str, typer.Argument(help="What the agent should do.")],
+    base_model: Annotated[str, typer.Option(help="Name or folder of the model to train.")],
+    judge: Annotated[str, typer.Option(help="A model at OPENAI_BASE_URL, with OPENAI_API_KEY.")],
+    generator: Annotated[str | None, typer.Option(help="Writes the tasks. Default: judge.")] = None,
+    tools: Annotated[Path | None, typer.Option(help="Python file: its functions.")] = None,
+    mcp: Annotated[str | None, typer.Option(help="URL or command of an MCP server.")] = None,
+    scenarios: Annotated[Path | None, typer.Option(help="Default: MODEL.jsonl here.")] = None,
+    count: Annotated[int, typer.Option(min=2, help="Tasks to write.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Of GRPO, in all.")] = 10,
+    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-5,
+    max_turns: Annotated[int, typer.Option(min=1, help="Answers of one attempt.")] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 1024,
+    model: Annotated[str | None, typer.Option(metavar="PROJECT/MODEL")] = None,
+    provider: Annotated[str, typer.Option(help="Where it is trained.")] = "local",
+    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an agent from a description: tasks, rewards and evaluation by other models."""
+    from rich.console import Console
+
+    from . import auto_rl, cluster
+    from .config import TrainConfig
+
+    async def train() -> auto_rl.AutoResult:
+        agent = auto_rl.make_model(model, description, base_model)
+        toolkit = auto_rl.make_tools(tools, mcp)
+        async with cluster.up(provider, base_model=base_model, store=store) as backend:
+            return await auto_rl.auto(
+                agent,
+                backend,
+                description,
+                judge_model=judge,
+                generator_model=generator,
+                tools=toolkit,
+                scenarios=scenarios or Path(f"{agent.name}.jsonl"),
+                count=count,
+                steps=steps,
+                config=TrainConfig(learning_rate=learning_rate),
+                max_turns=max_turns,
+                max_tokens=max_tokens,
+            )
+
+    result = _run(train())
+    if as_json:
+        typer.echo(json.dumps(result.summary()))
+    else:
+        auto_rl.print_result(result, Console())
 
 
 @checkpoints.command("ls")
@@ -280,8 +354,7 @@ async def _steps(
     model: str, store: str | None, cluster: str | None
 ) -> AsyncIterator[_StoredSteps | ModelCheckpoints]:
     from .cluster import store_url
-    from .fleet import address
-    from .http import ServerClient
+    from .fleet import connection
     from .model_checkpoints import ModelCheckpoints
     from .names import ModelName
 
@@ -290,12 +363,8 @@ async def _steps(
     elif store is not None:
         raise ConfigError("Give --store or --name, not both: a cluster has its own store.")
     else:
-        found = await address(cluster)
-        server = ServerClient(found["url"], found["token"], patience=0)
-        try:
+        async with connection(cluster) as server:
             yield ModelCheckpoints(server, ModelName.parse(model))
-        finally:
-            await server.close()
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
 from .backend import Backend
-from .errors import ArtCloudError, IncompleteListError, NotFoundError
+from .errors import ArtCloudError, ConfigError, IncompleteListError, NotFoundError
+from .http import ServerClient
 from .protocol import ServerInfo
 from .providers import Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, unknown
+from .tunnel import Tunnel, open_tunnel, port_of, reached
 
 STATUS_SECONDS = 5.0
 """How long `status` waits for a server's answer."""
@@ -47,6 +50,37 @@ async def address(name: str) -> dict[str, str]:
         "token": record.spec.token.get_secret_value(),
         "store": record.spec.store,
     }
+
+
+@asynccontextmanager
+async def connection(name: str) -> AsyncIterator[ServerClient]:
+    """Single calls to the server of a recorded cluster that runs."""
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    async with reached(endpoint) as url:
+        server = ServerClient(url, record.spec.token.get_secret_value(), patience=0)
+        try:
+            yield server
+        finally:
+            await server.close()
+
+
+async def tunnel(name: str, port: int) -> Tunnel:
+    """A port of this machine (0: a free one) that leads to the server of a recorded cluster.
+
+    Raises:
+        ConfigError: the server is on this machine, or the port is taken.
+        NotFoundError: there is nothing of that name.
+    """
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    if endpoint.ssh is None:
+        raise ConfigError(f"{name} takes no tunnel: it is at {endpoint.url}")
+    return await open_tunnel(endpoint.ssh, port_of(endpoint), local_port=port)
 
 
 async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
@@ -127,7 +161,7 @@ async def _status(
         async with asyncio.timeout(STATUS_SECONDS):
             endpoint = await get_provider(instance.provider).endpoint(name)
             token = record.spec.token.get_secret_value()
-            async with Backend(endpoint.url, token, patience=0) as backend:
+            async with reached(endpoint) as url, Backend(url, token, patience=0) as backend:
                 return replace(found, server=await backend.info())
     except (ArtCloudError, TimeoutError) as error:
         why = str(error) or f"no answer within {STATUS_SECONDS:g} s"

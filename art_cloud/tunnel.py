@@ -15,11 +15,14 @@ import asyncio
 import random
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Literal
+from urllib.parse import urlsplit
 
 from .errors import ArtCloudError, ConfigError, ServerUnavailableError
 from .progress import say
-from .providers import SSHRoute
+from .providers import Endpoint, SSHRoute
 from .relay import FarEnd, NearEnd
 from .ssh_links import Link, LinkLostError, log_in
 
@@ -56,6 +59,25 @@ async def open_tunnel(route: SSHRoute, remote_port: int, *, local_port: int = 0)
     tunnel = Tunnel(route, remote_port, link)
     await tunnel.listen(listener)
     return tunnel
+
+
+def port_of(endpoint: Endpoint) -> int:
+    port = urlsplit(endpoint.url).port
+    assert port is not None, endpoint.url
+    return port
+
+
+@asynccontextmanager
+async def reached(endpoint: Endpoint) -> AsyncIterator[str]:
+    """The URL of an endpoint for this machine, through a tunnel for the block if it takes one."""
+    if endpoint.ssh is None:
+        yield endpoint.url
+        return
+    tunnel = await open_tunnel(endpoint.ssh, port_of(endpoint))
+    try:
+        yield tunnel.url
+    finally:
+        await tunnel.close()
 
 
 class Tunnel:
