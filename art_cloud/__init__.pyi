@@ -1,4 +1,6 @@
 from ._version import __version__
+from .agent import run_agent
+from .auto_rl import AutoResult, auto
 from .backend import Backend, TrainResult
 from .cluster import connect, up
 from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
@@ -33,6 +35,7 @@ from .errors import (
     UntrainableError,
     VersionMismatchError,
 )
+from .mcp import MCPServer
 from .model import Model, TrainableModel
 from .model_checkpoints import ModelCheckpoints
 from .pipeline import PipelineTrainer
@@ -40,6 +43,8 @@ from .protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
 from .recording import RecordedTrajectory
 from .rewards import TrajectoryScore, ruler, ruler_score_group
 from .rollout import gather_trajectories, gather_trajectory_groups
+from .scenarios import Scenario, generate_scenarios, load_scenarios, save_scenarios
+from .tools import FunctionTools
 from .trajectory import (
     History,
     Messages,
@@ -54,6 +59,7 @@ __all__ = [
     "AnswerError",
     "ArtCloudError",
     "AuthError",
+    "AutoResult",
     "Backend",
     "CanaryError",
     "CheckpointInfo",
@@ -62,12 +68,14 @@ __all__ = [
     "ContextLengthError",
     "CorruptBlobError",
     "DatasetBatch",
+    "FunctionTools",
     "History",
     "IncompleteListError",
     "InvalidRequestError",
     "JobError",
     "LaunchError",
     "LoRAConfig",
+    "MCPServer",
     "Messages",
     "MessagesAndChoices",
     "Model",
@@ -85,6 +93,7 @@ __all__ = [
     "RolloutTimeoutError",
     "SFTConfig",
     "Sample",
+    "Scenario",
     "ServerError",
     "ServerInfo",
     "ServerStoppingError",
@@ -104,11 +113,16 @@ __all__ = [
     "UntrainableError",
     "VersionMismatchError",
     "__version__",
+    "auto",
     "connect",
     "gather_trajectories",
     "gather_trajectory_groups",
+    "generate_scenarios",
     "iterate_dataset",
+    "load_scenarios",
     "ruler",
     "ruler_score_group",
+    "run_agent",
+    "save_scenarios",
     "up",
 ]
