@@ -11,17 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from rich import filesize
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
+from rich.text import Text
 
 MILESTONES = 4
 """Lines that a whole bar makes where there is no terminal."""
@@ -32,9 +38,10 @@ console = Console(stderr=True)
 class Bar:
     """One thing that goes on: `done` of `total`, and a few words about it."""
 
-    def __init__(self, description: str, total: float | None) -> None:
+    def __init__(self, description: str, total: float | None, in_bytes: bool = False) -> None:
         self.description = description
         self.total = total
+        self.in_bytes = in_bytes
         self.done = 0.0
 
     def update(
@@ -49,6 +56,18 @@ class Bar:
         """Nothing, unless a subclass shows it."""
 
 
+class _Amount(ProgressColumn):
+    """ "3/10", or "1.2/3.4 MB 5.6 MB/s"."""
+
+    count = MofNCompleteColumn()
+    bytes_columns = (DownloadColumn(), TransferSpeedColumn())
+
+    def render(self, task: Task) -> Text:
+        if not task.fields["in_bytes"]:
+            return self.count.render(task)
+        return Text(" ").join(column.render(task) for column in self.bytes_columns)
+
+
 @dataclass
 class _Terminal:
     """The display that all bars share: rich draws one at a time."""
@@ -59,7 +78,7 @@ class _Terminal:
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            _Amount(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("left", style="progress.remaining"),
@@ -72,7 +91,9 @@ class _Terminal:
         if self.bars == 0:
             self.progress.start()
         self.bars += 1
-        return self.progress.add_task(bar.description, total=bar.total, note="")
+        return self.progress.add_task(
+            bar.description, total=bar.total, note="", in_bytes=bar.in_bytes
+        )
 
     def remove(self, bar: Bar, task: TaskID) -> None:
         """The last bar stays on the screen as it ended; one within another makes room."""
@@ -88,8 +109,8 @@ _terminal = _Terminal()
 
 
 class _TerminalBar(Bar):
-    def __init__(self, description: str, total: float | None) -> None:
-        super().__init__(description, total)
+    def __init__(self, description: str, total: float | None, in_bytes: bool = False) -> None:
+        super().__init__(description, total, in_bytes)
         self.note = ""
         self.task = _terminal.add(self)
 
@@ -99,8 +120,8 @@ class _TerminalBar(Bar):
 
 
 class _LineBar(Bar):
-    def __init__(self, description: str, total: float | None) -> None:
-        super().__init__(description, total)
+    def __init__(self, description: str, total: float | None, in_bytes: bool = False) -> None:
+        super().__init__(description, total, in_bytes)
         self.start = time.monotonic()
         self.reached = 0
 
@@ -111,7 +132,11 @@ class _LineBar(Bar):
         if milestone > self.reached:
             self.reached = milestone
             elapsed = time.monotonic() - self.start
-            words = [f"{self.description}: {self.done:g}/{self.total:g} in {elapsed:.0f} s", note]
+            done, total = (
+                filesize.decimal(int(amount)) if self.in_bytes else f"{amount:g}"
+                for amount in (self.done, self.total)
+            )
+            words = [f"{self.description}: {done}/{total} in {elapsed:.0f} s", note]
             console.print(", ".join(filter(None, words)), highlight=False, markup=False)
 
 
@@ -120,18 +145,33 @@ def enabled() -> bool:
 
 
 @contextmanager
-def progress(description: str | None, total: float | None = None) -> Iterator[Bar]:
-    """Show a bar while the block runs; with `description` None, or turned off, show nothing."""
+def progress(
+    description: str | None, total: float | None = None, *, in_bytes: bool = False
+) -> Iterator[Bar]:
+    """Show a bar while the block runs; with `description` None, or turned off, show nothing.
+
+    With `in_bytes`, a bar of bytes has their rate too.
+    """
     if description is None or not enabled():
         yield Bar("", total)
     elif console.is_terminal or console.is_jupyter:
-        bar = _TerminalBar(description, total)
+        bar = _TerminalBar(description, total, in_bytes)
         try:
             yield bar
         finally:
             _terminal.remove(bar, bar.task)
     else:
-        yield _LineBar(description, total)
+        yield _LineBar(description, total, in_bytes)
+
+
+def say_once(message: str) -> None:
+    """What several ways lead to is shown when it comes first."""
+    if message not in _said:
+        _said.add(message)
+        say(message)
+
+
+_said: set[str] = set()
 
 
 def say(message: str) -> None:

@@ -64,6 +64,8 @@ ATTEMPTS = 5
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 RACERS, RACES = 16, 3
 """Writers that race for a key when a store is opened, and how often."""
+RENEWED = timedelta(hours=1)
+"""A blob that is younger is not made young again. Far below the grace of garbage collection."""
 PRESIGN_SECONDS = 7 * 86400
 """The longest that S3 allows."""
 UNTIL = "AWS_CREDENTIAL_EXPIRATION"
@@ -192,8 +194,7 @@ class S3Store:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             where = S3Object(self._client, self.bucket, self._blob(blob.sha256))
-            there = self._head(where.key)
-            if there is not None and there["ContentLength"] == blob.size:
+            if self._renew(where.key, blob.size):
                 moved(blob.size)
             else:
                 upload(where, source, blob.size, self._pool, moved)
@@ -223,8 +224,37 @@ class S3Store:
                 if SHA256.fullmatch(name):
                     yield Blob(sha256=name, size=item["Size"]), item["LastModified"]
 
-    def delete_blob(self, sha256: str) -> None:
-        self.delete(f"blobs/{sha256}")
+    def delete_blob(self, sha256: str, before: datetime) -> bool:
+        name = self._blob(sha256)
+        with self._errors(f"delete blob {sha256}"):
+            there = self._head(name)
+            if there is None:
+                self._check_present()
+                raise self._no(f"blobs/{sha256}")
+            if there["LastModified"] >= before:
+                return False
+            self._client.delete_object(Bucket=self.bucket, Key=name)
+            return True
+
+    def _renew(self, name: str, size: int) -> bool:
+        """Make a blob that is over an hour old as young as a new one, by a copy onto itself within
+        the store. False: it is not there, or not whole."""
+        there = self._head(name)
+        if there is None or there["ContentLength"] != size:
+            return False
+        if datetime.now(UTC) - there["LastModified"] > RENEWED:
+            try:
+                self._client.copy_object(
+                    Bucket=self.bucket,
+                    Key=name,
+                    CopySource={"Bucket": self.bucket, "Key": name},
+                    MetadataDirective="REPLACE",
+                )
+            except ClientError as error:
+                if code_of(error) in NOT_THERE:
+                    return False
+                raise
+        return True
 
     def presign(self, what: str | Blob, seconds: int) -> str:
         if not 1 <= seconds <= PRESIGN_SECONDS:

@@ -83,7 +83,11 @@ class Store(Protocol):
     def delete(self, key: str) -> None: ...
 
     def put_blob(self, source: Path, moved: Moved = unwatched) -> Blob:
-        """Store a file's content durably; content that is there already is not sent again."""
+        """Store a file's content durably.
+
+        Content that is there already is not sent again, and counts as stored now: no garbage
+        collection takes it away before its manifest is there.
+        """
         ...
 
     def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
@@ -91,11 +95,14 @@ class Store(Protocol):
         ...
 
     def blobs(self) -> Iterator[tuple[Blob, datetime]]:
-        """Every blob, by its name and size, and when it was stored. The content is not read."""
+        """Every blob, by its name and size, and when it was stored last. Nothing of it is read."""
         ...
 
-    def delete_blob(self, sha256: str) -> None:
-        """Remove a blob. Whoever calls sees to it that no manifest names it."""
+    def delete_blob(self, sha256: str, before: datetime) -> bool:
+        """Remove a blob, unless it was stored (again) since `before`. False: it stays.
+
+        Whoever calls sees to it that no manifest names it.
+        """
         ...
 
     def presign(self, what: str | Blob, seconds: int) -> str:
@@ -227,7 +234,7 @@ class FileStore:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             target = self._blob(blob)
-            if not (target.exists() and target.stat().st_size == blob.size):
+            if not _renew(target, blob.size):
                 with self._staged() as staged:
                     shutil.copyfile(source, staged)
                     _sync(staged)
@@ -257,8 +264,20 @@ class FileStore:
                     modified = datetime.fromtimestamp(status.st_mtime, UTC)
                     yield Blob(sha256=path.name, size=status.st_size), modified
 
-    def delete_blob(self, sha256: str) -> None:
-        self.delete(f"blobs/{sha256}")
+    def delete_blob(self, sha256: str, before: datetime) -> bool:
+        """Taken aside first, looked at then: whoever renews it finds it, or stores it anew."""
+        with self._errors(f"delete blob {sha256}"), self._staged() as aside:
+            target = self.blob_folder / sha256
+            try:
+                target.rename(aside)
+            except FileNotFoundError:
+                self._check_present()
+                raise NotFoundError(f"{self.url} holds no blob {sha256}.") from None
+            stays = aside.stat().st_mtime >= before.timestamp()
+            if stays:
+                aside.replace(target)
+            _sync(self.blob_folder)
+            return not stays
 
     def presign(self, what: str | Blob, seconds: int) -> str:
         raise ConfigError(
@@ -318,6 +337,15 @@ class FileStore:
                 f"Could not {what}: {self.url} did not answer ({error.strerror}). "
                 "Check its name and that its disk is mounted, then repeat."
             ) from error
+
+
+def _renew(blob: Path, size: int) -> bool:
+    """Make a blob as young as a new one. False: it is not there, or not whole."""
+    try:
+        os.utime(blob)
+        return blob.stat().st_size == size
+    except FileNotFoundError:
+        return False
 
 
 def _sync(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -174,12 +175,33 @@ def test_nothing_is_left_beside_what_was_stored(subject: Subject, blob: Blob) ->
 
 
 def test_a_blob_is_removed(store: Store, blob: Blob, tmp_path: Path) -> None:
-    store.delete_blob(blob.sha256)
+    later = datetime.now(UTC) + timedelta(hours=1)
+    assert not store.delete_blob(blob.sha256, before=later - timedelta(hours=2))
+    assert [listed for listed, _ in store.blobs()] == [blob]
+    assert store.delete_blob(blob.sha256, before=later)
     assert list(store.blobs()) == []
     with pytest.raises(NotFoundError, match=f"no blob {blob.sha256}, though a manifest names it"):
         store.get_blob(blob, tmp_path / "target")
     with pytest.raises(NotFoundError, match=blob.sha256):
-        store.delete_blob(blob.sha256)
+        store.delete_blob(blob.sha256, before=later)
+
+
+def test_content_that_is_used_again_is_young_again(
+    store: Store, blob: Blob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("art_cloud.s3.RENEWED", timedelta(0))
+    [(_, stored)] = store.blobs()
+    give_up = time.monotonic() + 30
+    while True:  # S3 tells whole seconds
+        assert put(store, tmp_path, b"weights") == blob
+        [(_, renewed)] = store.blobs()
+        if renewed > stored:
+            break
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+    assert not store.delete_blob(blob.sha256, before=stored + timedelta(microseconds=1))
+    store.get_blob(blob, tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == b"weights"
 
 
 def test_content_cut_short_is_written_again(subject: Subject, blob: Blob, tmp_path: Path) -> None:
