@@ -1,0 +1,187 @@
+"""What every provider promises, tried with real servers: on this machine, and over a real sshd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import SecretStr
+
+from art_cloud.errors import ConfigError, LaunchError, NotFoundError
+from art_cloud.providers import ClusterSpec, Instance, Provider, get_provider
+from art_cloud.registry import Registry
+
+from ..sshd import Sshd, needs_sshd
+
+SECRETS = {"token": "the-token-of-a-test", "key": "a-key-of-the-store"}
+
+
+class Cloud:
+    """A provider with a place of its own, where machines can be lost."""
+
+    def __init__(self, name: str, clusters: Path, options: dict[str, str]) -> None:
+        self.name = name
+        self.clusters = clusters
+        """Where servers keep their state."""
+        self.options = options
+
+    @property
+    def provider(self) -> Provider:
+        """Without memory: as another process would have it."""
+        return get_provider(self.name)
+
+    def spec(self, **changes: object) -> ClusterSpec:
+        fields = {
+            "provider": self.name,
+            "store": (self.clusters.parent / "store").as_uri(),
+            "options": self.options,
+            "secrets": {"AWS_SECRET_ACCESS_KEY": SecretStr(SECRETS["key"])},
+            **changes,
+        }
+        return ClusterSpec.model_validate(fields)
+
+    def record(self, name: str) -> ClusterSpec:
+        """The spec as `up` hands it to the provider."""
+        record, _ = Registry().claim(name, self.spec())
+        return record.spec.model_copy(
+            update={"token": SecretStr(SECRETS["token"]), "secrets": self.spec().secrets}
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self.clusters) in part for part in process.info["cmdline"] or []):
+                found.append(process)
+        return found
+
+    def lose(self, name: str) -> None:
+        """The machine is gone, with all processes and its disk."""
+        [process] = self.processes()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        shutil.rmtree(self.clusters / name)
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=needs_sshd)])
+def cloud(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cloud]:
+    """At its end nothing may run that a test did not end."""
+    home, box = tmp_path / "home", tmp_path / "box"
+    monkeypatch.setenv("ART_CLOUD_HOME", str(home))
+    box.mkdir()
+    with ExitStack() as stack:
+        if request.param == "local":
+            cloud = Cloud("local", home / "clusters", {})
+        else:
+            sshd = stack.enter_context(Sshd(tmp_path / "sshd", f"SetEnv HOME={box}"))
+            options = {"host": sshd.host, "ssh_config": str(sshd.config), "python": sys.executable}
+            cloud = Cloud("ssh", box / ".art-cloud" / "clusters", options)
+        try:
+            yield cloud
+            assert cloud.processes() == []
+        finally:
+            for process in cloud.processes():
+                process.kill()
+
+
+async def only(cloud: Cloud) -> Instance:
+    [instance] = await cloud.provider.list()
+    return instance
+
+
+async def collect(lines: AsyncIterator[str]) -> list[str]:
+    return [line async for line in lines]
+
+
+async def test_from_launch_to_terminate(cloud: Cloud) -> None:
+    spec = cloud.record("one")
+    assert (await cloud.provider.offers(spec))[0].provider == cloud.name
+    assert await cloud.provider.list() == []
+
+    await cloud.provider.launch(spec, "one")
+    first = await only(cloud)
+    assert (first.name, first.provider) == ("one", cloud.name)
+    assert first.state in ("starting", "running")
+    assert (await cloud.provider.endpoint("one")).url.startswith("http://127.0.0.1:")
+    await cloud.provider.launch(spec, "one")
+    again = await only(cloud)
+    assert (again.state, again.detail) == ("running", first.detail)
+    assert abs((again.started_at - first.started_at).total_seconds()) < 1
+
+    [server] = cloud.processes()
+    written = [path.read_bytes() for path in cloud.clusters.rglob("*") if path.is_file()]
+    for secret in SECRETS.values():
+        assert secret not in " ".join(server.cmdline())
+        assert not any(secret.encode() in content for content in written)
+
+    following = asyncio.create_task(collect(cloud.provider.logs("one", follow=True)))
+    await cloud.provider.terminate("one")
+    assert await cloud.provider.list() == []
+    assert cloud.processes() == []
+    assert any("stopped" in line for line in await following)
+    assert await collect(cloud.provider.logs("one", follow=False)) == following.result()
+
+    await cloud.provider.terminate("one")
+    with pytest.raises(LaunchError, match=r"one.* ended"):
+        await cloud.provider.endpoint("one")
+
+
+async def test_two_launches_at_once_give_one_server(cloud: Cloud) -> None:
+    spec = cloud.record("one")
+    await asyncio.gather(*(cloud.provider.launch(spec, "one") for _ in range(3)))
+    assert (await only(cloud)).name == "one"
+    assert len(cloud.processes()) == 1
+    await asyncio.gather(*(cloud.provider.terminate("one") for _ in range(2)))
+    assert await cloud.provider.list() == []
+
+
+async def test_a_lost_machine_is_not_listed_and_can_be_replaced(cloud: Cloud) -> None:
+    spec = cloud.record("one")
+    await cloud.provider.launch(spec, "one")
+    lost = await only(cloud)
+    cloud.lose("one")
+    assert await cloud.provider.list() == []
+    with pytest.raises(LaunchError):
+        await cloud.provider.endpoint("one")
+    await cloud.provider.launch(spec, "one")
+    assert (await only(cloud)).detail != lost.detail
+    await cloud.provider.terminate("one")
+
+
+async def test_a_server_that_can_not_start_says_why(cloud: Cloud) -> None:
+    spec = cloud.record("one").model_copy(update={"engine": "no-such-engine"})
+    await cloud.provider.launch(spec, "one")
+    with pytest.raises(LaunchError, match=r"(?s)The last lines.*no-such-engine"):
+        await cloud.provider.endpoint("one")
+    assert await cloud.provider.list() == []
+
+
+async def test_two_clusters_are_told_apart(cloud: Cloud) -> None:
+    for name in ("one", "two"):
+        await cloud.provider.launch(cloud.record(name), name)
+    await cloud.provider.terminate("one")
+    assert (await only(cloud)).name == "two"
+    await cloud.provider.terminate("two")
+
+
+async def test_what_there_is_not(cloud: Cloud) -> None:
+    Registry().claim("one", cloud.spec())
+    await cloud.provider.terminate("one")
+    with pytest.raises(NotFoundError, match="one"):
+        await collect(cloud.provider.logs("one", follow=False))
+
+
+async def test_an_unknown_option_is_named_before_anything_is_done(cloud: Cloud) -> None:
+    spec = cloud.spec(options={**cloud.options, "colour": "red"})
+    with pytest.raises(ConfigError, match="colour"):
+        await cloud.provider.offers(spec)
+    assert not cloud.clusters.exists()
