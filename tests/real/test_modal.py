@@ -7,7 +7,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import modal
 import pytest
+from grpclib import GRPCError, Status
 
 import art_cloud as art
 from art_cloud import fleet
@@ -16,7 +18,6 @@ from art_cloud.providers import ClusterSpec, get_provider
 
 from ..modal_plane import ModalPlane
 
-modal = pytest.importorskip("modal", reason="pip install 'art-cloud[modal]'")
 NAME = "agent"
 
 
@@ -34,6 +35,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlan
         for key, value in plane.environment.items():
             monkeypatch.setenv(key, value)
         yield plane
+        modal.Client.from_env().close()  # else the next test's client would be this one
         assert plane.running == []
 
 
@@ -63,3 +65,89 @@ async def test_from_up_to_down(plane: ModalPlane, tiny_model: Path, tmp_path: Pa
         assert any("listens on" in line for line in lines)
         assert backend._token not in "\n".join([*lines, *sandbox.definition.entrypoint_args])
     assert await fleet.status() == []
+
+
+async def test_two_launches_give_one(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    await asyncio.gather(provider.launch(spec(), NAME), provider.launch(spec(), NAME))
+    await provider.launch(spec(), NAME)
+    assert [one.name for one in await provider.list()] == [NAME]
+    await provider.terminate(NAME)
+    assert await provider.list() == []
+    await provider.terminate(NAME)
+
+
+async def test_what_is_not_ours_is_not_listed(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    assert await provider.list() == []
+    app = await modal.App.lookup.aio("art-cloud", create_if_missing=True)
+    other = await modal.Sandbox.create.aio("sleep", "600", app=app, gpu="T4")
+    assert await provider.list() == []
+    await other.terminate.aio(wait=True)
+
+
+async def test_a_server_that_dies_at_the_start_says_why(plane: ModalPlane, tmp_path: Path) -> None:
+    store = (tmp_path / "store").as_uri()
+    with pytest.raises(LaunchError, match=r"(?s)exit code 1.*no-such-model.*start it again"):
+        await art.up("modal", name=NAME, gpu="H100", store=store, base_model="no-such-model")
+    assert await fleet.status() == []
+
+
+async def test_a_lost_sandbox_is_replaced(plane: ModalPlane, tmp_path: Path) -> None:
+    async with art.up("modal", name=NAME, gpu="H100", store=str(tmp_path / "store")) as backend:
+        first = (await backend.info()).started_at
+        plane.lose(NAME)
+        assert (await backend.info()).started_at > first
+
+
+@pytest.mark.parametrize(
+    ("gpu", "near"),
+    [("H1000", "H100"), ("H100:0", "H100"), ("RTX9", "Modal has no GPU 'RTX9'")],
+)
+async def test_a_gpu_that_is_none(plane: ModalPlane, gpu: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=near):
+        await art.up("modal", name=NAME, gpu=gpu, store="s3://bucket/prefix")
+    assert plane.calls["SandboxCreate"] == 0
+
+
+async def test_offers() -> None:
+    provider = get_provider("modal")
+    [offer] = await provider.offers(spec(gpu="h100:2", region="us-east"))
+    assert (offer.region, offer.price_per_hour) == ("us-east", 7.90)
+    with pytest.raises(ConfigError, match=r"gpu: Field required.*Its options are: gpu, image"):
+        await provider.offers(ClusterSpec(provider="modal", store="s3://bucket"))
+
+
+async def test_errors(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = get_provider("modal")
+    with pytest.raises(ConfigError, match="not-there"):
+        await provider.launch(spec(image="registry.test/not-there:1"), NAME)
+
+    monkeypatch.setattr("modal.sandbox._impl_v1._SANDBOX_SCHEDULING_TIMEOUT", 0.5)
+    plane.capacity = False
+    with pytest.raises(LaunchError, match="no such GPU free"):
+        await provider.launch(spec(), NAME)
+    plane.capacity = True
+    assert await provider.list() == []
+
+    with pytest.raises(LaunchError, match="ended before its server listened"):
+        await provider.endpoint(NAME)
+
+
+async def test_a_wrong_token(plane: ModalPlane) -> None:
+    plane.token = ("ak-another", "as-another")
+    with pytest.raises(ConfigError, match="does not take your token"):
+        await get_provider("modal").list()
+
+
+async def test_a_control_plane_that_fails(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    await provider.launch(spec(), NAME)
+    unavailable = GRPCError(Status.UNAVAILABLE, "maintenance")
+    plane.faults["SandboxListV2"] = [unavailable]
+    assert [one.name for one in await provider.list()] == [NAME]
+    plane.faults["SandboxListV2"] = [unavailable] * 50
+    with pytest.raises(ProviderError, match=r"Could not list the sandboxes: .*maintenance"):
+        await provider.list()
+    plane.faults.clear()
+    await provider.terminate(NAME)
