@@ -12,6 +12,8 @@ from typing import Any
 
 import openai
 
+from .relay import REFUSED
+
 _httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]]
 """The httpx that openai is built on."""
 
@@ -47,13 +49,15 @@ class Patient(openai.DefaultAsyncHttpxClient):
             except BROKEN:
                 if repeat == REPEATS:
                     raise
-                now = _httpx.URL(await self._back())
-                request.url = request.url.copy_with(host=now.host, port=now.port)
-                request.headers["Host"] = now.netloc.decode()
             else:
-                if options.get("stream"):
-                    response.stream = _Stream(response.stream, request)
-                return response
+                if REFUSED not in response.headers or repeat == REPEATS:
+                    if options.get("stream"):
+                        response.stream = _Stream(response.stream, request)
+                    return response
+                await response.aclose()
+            now = _httpx.URL(await self._back())
+            request.url = request.url.copy_with(host=now.host, port=now.port)
+            request.headers["Host"] = now.netloc.decode()
         raise AssertionError
 
 
