@@ -6,6 +6,7 @@ It stands for judges and generators: models that know things, of which none can 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -35,6 +36,8 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     delay: float = 0.0
     cost: float | None = None
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Tools that it calls, with their arguments as JSON."""
 
 
 Reply = Callable[[dict[str, Any]], Answer]
@@ -77,7 +80,13 @@ class OpenAIServer:
 
 
 def _completion(model: str, answer: Answer) -> dict[str, Any]:
-    message = {"role": "assistant", "content": answer.content, "refusal": answer.refusal}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    message["refusal"] = answer.refusal
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": text}}
+            for n, (name, text) in enumerate(answer.calls)
+        ]
     usage = {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100}
     return {
         "id": "chatcmpl-1",
@@ -148,6 +157,30 @@ def judge_by(score: Callable[[Shown], float]) -> Reply:
 
     def reply(body: dict[str, Any]) -> Answer:
         return Answer(scores({one.id: score(one) for one in read_judge_prompt(body)}))
+
+    return reply
+
+
+def generate(task: Callable[[int], str]) -> Reply:
+    """A generator that writes `task(0)`, `task(1)` and so on, as many as it is asked for."""
+    numbers = itertools.count()
+
+    def reply(body: dict[str, Any]) -> Answer:
+        count = int(body["messages"][1]["content"].split()[1])
+        tasks = [
+            {"task": task(n), "difficulty": n % 5 + 1} for n in itertools.islice(numbers, count)
+        ]
+        return Answer(json.dumps({"scenarios": tasks}))
+
+    return reply
+
+
+def either(generator: Reply, judge: Reply) -> Reply:
+    """One endpoint for both."""
+
+    def reply(body: dict[str, Any]) -> Answer:
+        writes = body["messages"][0]["content"].startswith("You write tasks")
+        return generator(body) if writes else judge(body)
 
     return reply
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -232,10 +232,12 @@ def checkpoint(step: int, project: str = "p", model: str = "m", **metrics: float
 
 
 @contextmanager
-def serve(app: Any, port: int = 0) -> Iterator[str]:
+def serve(app: Any, port: int = 0, *, lifespan: Literal["on", "off"] = "off") -> Iterator[str]:
     """Serve `app` on loopback in a thread; the URL."""
     listener = socket.create_server(("127.0.0.1", port))
-    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="critical", lifespan=lifespan, timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
