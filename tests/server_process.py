@@ -6,6 +6,7 @@ seconds of a processor is done once for each worker of pytest.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from art_cloud.http import ServerClient
 from art_cloud.protocol import VERSION, ServerInfo
 
 TOKEN = "a-token-for-tests"
+CLONE_NEWNET = 0x40000000
 STARTING_SECONDS, ENDING_SECONDS = 120.0, 60.0
 
 _context = multiprocessing.get_context("forkserver")
@@ -40,7 +42,13 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-def _main(log: Path, arguments: list[str], token: str | None, largest_file: int | None) -> None:
+def _main(
+    log: Path,
+    arguments: list[str],
+    token: str | None,
+    largest_file: int | None,
+    namespace: str | None,
+) -> None:
     from art_server.__main__ import main
     from tqdm import tqdm
 
@@ -48,6 +56,9 @@ def _main(log: Path, arguments: list[str], token: str | None, largest_file: int 
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    if namespace is not None:
+        with open(namespace) as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     os.environ.pop("ART_CLOUD_TOKEN", None)
@@ -76,6 +87,8 @@ class ServerProcess:
         self.log = folder / "server.log"
         self.largest_file: int | None = None
         """Bytes: what a nearly full disk looks like to the process."""
+        self.namespace: str | None = None
+        """The path of a network namespace to run in."""
         self._arguments = [str(argument) for argument in arguments]
         self._token = token
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -89,7 +102,8 @@ class ServerProcess:
             *self._arguments,
         ]
         self._process = _context.Process(
-            target=_main, args=(self.log, arguments, self._token, self.largest_file)
+            target=_main,
+            args=(self.log, arguments, self._token, self.largest_file, self.namespace),
         )
         self._process.start()
         return self

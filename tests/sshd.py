@@ -165,9 +165,10 @@ class NamespaceSshd(Sshd):
         self._holder: subprocess.Popen[bytes] | None = None
         # 198.18.0.0/15 is for measurements, so nothing else is there
         network = ipaddress.ip_network("198.18.0.0/15")
-        start = int(network.network_address) + 4 * random.randrange(network.num_addresses // 4)
-        self._here = f"{ipaddress.ip_address(start + 1)}/30"
-        self.address = str(ipaddress.ip_address(start + 2))
+        start = int(network.network_address) + 8 * random.randrange(network.num_addresses // 8)
+        self.address, self._here, self._elsewhere = (
+            str(ipaddress.ip_address(start + number)) for number in (1, 2, 3)
+        )
         self._cable = f"art{start:x}"
 
     @property
@@ -184,10 +185,10 @@ class NamespaceSshd(Sshd):
             there = f"{self._cable}t"
             run("ip", "link", "add", self._cable, "type", "veth", "peer", there)
             run("ip", "link", "set", there, "netns", str(self._holder.pid))
-            run("ip", "address", "add", self._here, "dev", self._cable)
+            run("ip", "address", "add", f"{self._here}/29", "dev", self._cable)
             run("ip", "link", "set", self._cable, "up")
             run(*self._enter(), "ip", "link", "set", there, "name", "eth0")
-            run(*self._enter(), "ip", "address", "add", f"{self.address}/30", "dev", "eth0")
+            run(*self._enter(), "ip", "address", "add", f"{self.address}/29", "dev", "eth0")
             run(*self._enter(), "ip", "link", "set", "lo", "up")
             self.restore()
             super().__enter__()
@@ -216,6 +217,17 @@ class NamespaceSshd(Sshd):
 
     def restore(self) -> None:
         run(*self._enter(), "ip", "link", "set", "eth0", "up")
+
+    def move(self) -> None:
+        """This machine is in another network: it has another address, and not the old one."""
+        run("ip", "address", "add", f"{self._elsewhere}/29", "dev", self._cable)
+        run("ip", "address", "delete", f"{self._here}/29", "dev", self._cable)
+        # Linux may have made the new one an alias of the old
+        subprocess.run(
+            ["ip", "address", "add", f"{self._elsewhere}/29", "dev", self._cable],
+            capture_output=True,
+            check=False,
+        )
 
 
 DIES_WITH_US = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
