@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from .backend import Backend
 from .errors import ArtCloudError
-from .http import ServerClient
-from .progress import say
+from .http import ServerClient, parse
+from .progress import say, say_once
+from .protocol import ServerInfo
 from .providers import Endpoint
-from .registry import Use
+from .registry import ClusterRecord, Registry, Use
 from .tunnel import open_tunnel, port_of, reached
+
+log = logging.getLogger(__name__)
 
 PING_SECONDS = 30.0
 """Far below the shortest lease or idle limit that makes sense."""
+LAST_WORDS_SECONDS = 5.0
 CHECK_SECONDS = 3.0
 """How often it is asked whether a server that does not answer still exists."""
 
@@ -28,14 +34,14 @@ one exists. Raises why there won't be another."""
 class AttachedBackend(Backend):
     """A `Backend` whose server sees, from opening to closing, that it has a client.
 
-    So do other programs of this user, if it is of the recorded cluster `name`.
+    So do other programs of this user, if it is of a recorded cluster.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         token: str,
-        name: str | None = None,
+        record: ClusterRecord | None = None,
         replace: Replace | None = None,
     ) -> None:
         super().__init__(endpoint.url, token)
@@ -46,7 +52,8 @@ class AttachedBackend(Backend):
         self._checked_at = -CHECK_SECONDS
         self._server.recover = self._recover if replace else None
         self._pinging: asyncio.Task[None] | None = None
-        self._use = Use(name) if name else None
+        self._record = record
+        self._use = Use(record.name) if record else None
 
     async def __aenter__(self) -> AttachedBackend:
         await self._take(self._endpoint)
@@ -60,17 +67,33 @@ class AttachedBackend(Backend):
         if self._use is not None:
             self._use.end()
         await super().close()
+        if self._pinging is not None and self._record is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._renew(), LAST_WORDS_SECONDS)
         if self.tunnel is not None:
             await self.tunnel.close()
 
+    async def sample_a_token(self, base_model: str) -> None:
+        """Have the engine show that it answers, all the way to here."""
+        body = json.dumps({"model": base_model, "prompt": "1", "max_tokens": 1})
+        await self._server.call("POST", f"{self.url}/v1/completions", body.encode())
+
     async def _ping(self) -> None:
+        while True:
+            await self._renew()
+            await asyncio.sleep(PING_SECONDS)
+
+    async def _renew(self) -> None:
+        """Renew the lease, say what the server warns of, and note what it has done until now."""
         server = ServerClient(self.url, self._token, patience=0)
         try:
-            while True:
-                await asyncio.sleep(PING_SECONDS)
-                server.url = self.url
-                with suppress(ArtCloudError):  # whoever calls the server next is told
-                    await server.call("GET", "server")
+            info = parse(ServerInfo, await server.call("POST", "lease"))
+            for message in info.warnings:
+                say_once(message)
+            if self._record is not None:
+                await asyncio.to_thread(Registry().note, self._record, info)
+        except ArtCloudError as error:
+            log.debug("the lease was not renewed: %s", error)  # who calls next is told
         finally:
             await server.close()
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, RootModel
 from .errors import ArtCloudError, JobError, NotFoundError, RivalError
 from .http import ServerClient, error_of, parse, path_of
 from .names import ModelName
-from .progress import Bar, progress, say
+from .progress import Bar, progress, say, say_once
 from .protocol import CheckpointInfo, JobEvent, JobInfo, RegisterRequest, StepResult
 
 RESUBMISSIONS = 3
@@ -169,7 +169,9 @@ def _show(bar: Bar, event: JobEvent) -> None:
     """`progress` events carry `phase`, `done` of `total`, and perhaps `metrics`."""
     data = event.data
     if "warning" in data:
-        say(str(data["warning"]))
+        say_once(str(data["warning"]))
+    if event.type == "warning":
+        return
     words = [str(data.get("phase", event.type))]
     if isinstance(metrics := data.get("metrics"), dict) and event.type == "progress":
         words += [f"{name} {value:.4g}" for name, value in metrics.items()]

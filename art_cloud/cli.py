@@ -7,21 +7,19 @@ Exit codes: 0 done, 1 an `ArtCloudError` (its message on standard error), 2 wron
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ._version import __version__
-from .errors import ArtCloudError, ConfigError
+from .cli_checkpoints import AsJson, checkpoints, trajectories
+from .cli_errors import complain
+from .errors import ArtCloudError
 
 if TYPE_CHECKING:
-    from .checkpoints import Manifest
     from .fleet import ClusterStatus
-    from .model_checkpoints import ModelCheckpoints
-    from .protocol import CheckpointInfo
 
 T = TypeVar("T")
 
@@ -32,20 +30,10 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich's help would take longer to import than all else together
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-checkpoints = typer.Typer(
-    help="List, remove and fork the steps of a model.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(trajectories, name="trajectories")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="PROJECT/MODEL")]
-StoreOption = Annotated[str | None, typer.Option(help="Default: the store of local clusters.")]
-ClusterOption = Annotated[
-    str | None, typer.Option("--name", help="Ask this cluster's server instead of a store.")
-]
 
 
 def _print_version(value: bool) -> None:
@@ -180,7 +168,7 @@ def down(
 
     failures = _run(end())
     for failure in failures:
-        _complain(failure)
+        complain(failure)
     if failures:
         raise typer.Exit(1)
     if as_json:
@@ -264,109 +252,6 @@ def auto(
         auto_rl.print_result(result, Console())
 
 
-@checkpoints.command("ls")
-def list_checkpoints(
-    model: ModelArgument,
-    store: StoreOption = None,
-    cluster: ClusterOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the steps of a model with their metrics."""
-    from . import tables
-
-    async def ask() -> Sequence[CheckpointInfo]:
-        async with _steps(model, store, cluster) as steps:
-            return await steps.list()
-
-    found = _run(ask())
-    if as_json:
-        typer.echo(json.dumps([info.model_dump(mode="json") for info in found]))
-    elif found:
-        tables.print_checkpoints(found)
-    else:
-        typer.echo(f"{model} has no steps there.")
-
-
-@checkpoints.command("rm")
-def remove_checkpoints(
-    model: ModelArgument,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...")],
-    store: StoreOption = None,
-    cluster: ClusterOption = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
-) -> None:
-    """Remove steps of a model for good. The newest stays."""
-    numbers = ", ".join(map(str, steps))
-    if not yes:
-        typer.confirm(f"Remove step {numbers} of {model}?", abort=True, err=True)
-
-    async def remove() -> None:
-        async with _steps(model, store, cluster) as kept:
-            for step in steps:
-                await kept.delete(step)
-
-    _run(remove())
-    typer.echo(f"Removed step {numbers} of {model}.")
-
-
-@checkpoints.command("fork")
-def fork_checkpoint(
-    model: ModelArgument,
-    to: Annotated[str, typer.Argument(metavar="NEW_PROJECT/NEW_MODEL")],
-    step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
-    store: StoreOption = None,
-    cluster: ClusterOption = None,
-) -> None:
-    """Begin a new model at a step of another. Nothing is copied."""
-
-    async def begin() -> int:
-        async with _steps(model, store, cluster) as steps:
-            return (await steps.fork(to, step)).step
-
-    typer.echo(f"{to} begins at step {_run(begin())} of {model}.")
-
-
-class _StoredSteps:
-    """The steps of a model, read from a store without a server: like `ModelCheckpoints`."""
-
-    def __init__(self, model: str, url: str) -> None:
-        from .checkpoints import Checkpoints
-        from .names import ModelName
-        from .store import open_store
-
-        name = ModelName.parse(model)
-        self._steps = Checkpoints(open_store(url), name)
-
-    async def list(self) -> list[CheckpointInfo]:
-        return self._steps.infos()
-
-    async def delete(self, step: int) -> None:
-        self._steps.delete(step)
-
-    async def fork(self, to: str, step: int | None) -> Manifest:
-        from .names import ModelName
-
-        return self._steps.fork(ModelName.parse(to), step)
-
-
-@asynccontextmanager
-async def _steps(
-    model: str, store: str | None, cluster: str | None
-) -> AsyncIterator[_StoredSteps | ModelCheckpoints]:
-    from .cluster import store_url
-    from .fleet import connection
-    from .model_checkpoints import ModelCheckpoints
-    from .names import ModelName
-
-    if cluster is None:
-        yield _StoredSteps(model, store_url("local", store))
-    elif store is not None:
-        raise ConfigError("Give --store or --name, not both: a cluster has its own store.")
-    else:
-        async with connection(cluster) as server:
-            yield ModelCheckpoints(server, ModelName.parse(model))
-
-
 def _run(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's work; what goes wrong on purpose becomes a message and an exit code."""
     import asyncio
@@ -374,16 +259,11 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except ArtCloudError as error:
-        _complain(error)
+        complain(error)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         _say_what_runs()
         raise typer.Exit(130) from None
-
-
-def _complain(error: ArtCloudError) -> None:
-    typer.secho("Error: ", fg=typer.colors.RED, err=True, nl=False)
-    typer.echo(str(error), err=True)
 
 
 def _say_what_runs() -> None:
@@ -398,11 +278,11 @@ def _say_what_runs() -> None:
         typer.echo("Nothing is left running.", err=True)
 
 
-def _expected(ended: BaseException | None) -> ArtCloudError | None:
+def _expected(ended: object) -> ArtCloudError | None:
     """The failures that a user can do something about; any other is a bug, and raised."""
-    if ended is None or isinstance(ended, ArtCloudError):
-        return ended
-    raise ended
+    if isinstance(ended, BaseException) and not isinstance(ended, ArtCloudError):
+        raise ended
+    return ended if isinstance(ended, ArtCloudError) else None
 
 
 def _status_json(one: ClusterStatus) -> dict[str, Any]:

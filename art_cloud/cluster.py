@@ -8,26 +8,32 @@ async with art.connect(url, token) as backend:      # somebody else's server
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from collections.abc import Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Generator
+from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from . import fleet
 from .attached import AttachedBackend, Replace
 from .backend import Backend
+from .durations import parse_deadline, parse_duration
 from .errors import ConfigError, ConflictError, IncompleteListError, LaunchError, NotFoundError
+from .money import choose
 from .names import whole_path
-from .progress import console, enabled, say
-from .providers import ClusterSpec, Endpoint, Provider, get_provider
-from .registry import ClusterRecord, Registry, default_name, home, in_use, unknown
+from .phases import phase, phases_of
+from .progress import enabled, say
+from .providers import ClusterSpec, Endpoint, Offer, Provider, get_provider
+from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+T = TypeVar("T")
+
+SAME = ["provider", "store", "base_model", "engine", "options"]
+SAME += ["lease_seconds", "idle_seconds", "budget", "deadline"]
+"""What of a spec has to agree with the cluster that is there, where it was asked for."""
 
 
 def up(
@@ -37,7 +43,11 @@ def up(
     store: str | None = None,
     base_model: str | None = None,
     engine: str = "transformers",
-    idle: str | float = "15m",
+    lease: str | float | None = None,
+    idle: str | float | None = None,
+    budget: float | None = None,
+    deadline: str | float | datetime | None = None,
+    max_hourly: float | None = None,
     on_loss: OnLoss = "relaunch",
     keep: bool = False,
     **options: Any,
@@ -51,8 +61,15 @@ def up(
         base_model: Name or path of the model to load at the start. Default: with the first model
             that is registered.
         engine: What samples on the server.
-        idle: How long the server stays without a client and without work: "90s", "15m", "2h", or
-            seconds. Then it exits, and its machine with it.
+        lease: How long the server stays without hearing of a client: "90s", "10m" (the default),
+            "2h", or seconds. Then it finishes its step and exits, and its machine goes with it.
+        idle: How long it stays without a client and without work. Default: "15m".
+        budget: US dollars that the cluster may cost from its launch to its end. The server ends
+            before they are spent.
+        deadline: When it has ended, whatever happens: a duration since the launch ("6h"), or a
+            point in time ("2026-12-24T18:00", or a datetime).
+        max_hourly: US dollars that an hour of the machine may cost. Without such an offer nothing
+            is started.
         on_loss: What to do when its machine is lost while this program uses it: "relaunch" starts
             another by the same spec, which goes on from the store while calls wait; "raise" lets
             them fail.
@@ -65,19 +82,27 @@ def up(
         `Backend`.
 
     Raises:
-        ConfigError: Before anything is started: an unknown provider, a duration without a unit, a
-            cluster of this name with another base model, store or engine.
+        ConfigError: Before anything is started: an unknown provider, what is no duration, no
+            offer within `max_hourly`, a budget for a machine without a price, a cluster of this
+            name with another base model, store, engine or limit.
         ConflictError: A server of this name runs that is not recorded here.
         LaunchError: The server did not come up. What was started has been ended.
     """
+    limits: dict[str, Any] = {
+        "lease_seconds": None if lease is None else parse_duration(lease),
+        "idle_seconds": None if idle is None else parse_duration(idle),
+        "budget": budget,
+        "deadline": None if deadline is None else parse_deadline(deadline),
+        "max_hourly": max_hourly,
+    }
     try:
         spec = ClusterSpec(
             provider=provider,
             store=store_url(provider, store),
             base_model=base_model and whole_path(base_model),
             engine=engine,
-            idle_seconds=parse_duration(idle),
             options=options,
+            **{field: value for field, value in limits.items() if value is not None},
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -118,11 +143,20 @@ class Up:
             say(f"{self.name} stays{why}. To end it: art-cloud down {self.name}")
 
     async def _open(self) -> Backend:
-        provider = get_provider(self._spec.provider)
-        await provider.offers(self._spec)
-        registry = Registry()
+        provider, registry = get_provider(self._spec.provider), Registry()
+        offers = await provider.offers(self._spec)
+        mark = Use(self.name)
+        try:
+            return await self._launch(provider, registry, offers)
+        finally:
+            mark.end()
+
+    async def _launch(self, provider: Provider, registry: Registry, offers: list[Offer]) -> Backend:
         await self._clear(registry, provider)
-        record, fresh = registry.claim(self.name, self._spec)
+        spec = self._spec
+        if registry.get(self.name) is None:
+            spec = spec.model_copy(update={"offer": choose(spec, offers)})
+        record, fresh = registry.claim(self.name, spec)
         _check_same(record, self._spec)
         self._own = record if fresh else None
         try:
@@ -141,7 +175,7 @@ class Up:
                     f"What it wrote: art-cloud logs {self.name}"
                 ) from error
             raise
-        registry.set_state(self.name, "running")
+        registry.set_state(record, "running")
         return self._backend
 
     async def _clear(self, registry: Registry, provider: Provider) -> None:
@@ -158,7 +192,7 @@ class Up:
         if record.state == "ending":
             await provider.terminate(self.name)
         if record.state == "ending" or (record.state == "running" and not exists):
-            registry.remove(record)
+            registry.end(record, seen_to_end=exists)
 
     async def _exists(self, provider: Provider, *, sure: bool) -> bool:
         """Whether there is a cluster of this name; `sure`: an error if it can't be told."""
@@ -224,64 +258,68 @@ async def _connect_by_name(name: str) -> Backend:
             "why). Start it again with art.up(), or forget it: art-cloud down " + name
         )
     endpoint = await provider.endpoint(name)
-    return await _handshake(endpoint, record.spec.token.get_secret_value(), name)
+    return await _handshake(endpoint, record.spec.token.get_secret_value(), record)
 
 
 async def _start(
     provider: Provider, record: ClusterRecord, *, fresh: bool, on_loss: OnLoss
 ) -> Backend:
-    spec = record.spec
-    with _phase(record.name, f"provisioning on {spec.provider}" if fresh else "found"):
-        await provider.launch(spec, record.name)
-    with _phase(record.name, "boot"):
-        endpoint = await provider.endpoint(record.name)
-    with _phase(record.name, "ready"):
-        replace = Relauncher(provider, record, on_loss)
-        return await _handshake(endpoint, spec.token.get_secret_value(), record.name, replace)
+    spec, token = record.spec, record.spec.token.get_secret_value()
+    replace = Relauncher(provider, record, on_loss)
+    if not fresh:
+        with phases_of(record.name), phase("found"):
+            await provider.launch(spec, record.name)
+            return await _handshake(await provider.endpoint(record.name), token, record, replace)
+    with phases_of(record):
+        with phase("provision"):
+            await provider.launch(spec, record.name)
+        with phase("boot") as boot:
+            endpoint = await provider.endpoint(record.name)
+            backend = await _handshake(endpoint, token, record, replace)
+            try:
+                if loading := (await backend.info()).loading_seconds:
+                    boot.had("model load", loading)
+                if spec.base_model is not None:
+                    with phase("first token"):
+                        await backend.sample_a_token(spec.base_model)
+            except BaseException:
+                await backend.close()
+                raise
+    return backend
 
 
 async def _handshake(
-    endpoint: Endpoint, token: str, name: str | None = None, replace: Replace | None = None
-) -> Backend:
-    backend = AttachedBackend(endpoint, token, name, replace)
+    endpoint: Endpoint,
+    token: str,
+    record: ClusterRecord | None = None,
+    replace: Replace | None = None,
+) -> AttachedBackend:
+    backend = AttachedBackend(endpoint, token, record, replace)
     try:
-        return await backend.__aenter__()
+        with phase("tunnel") if endpoint.ssh else nullcontext():
+            return await backend.__aenter__()
     except BaseException:
         await backend.close()
         raise
 
 
-@contextmanager
-def _phase(name: str, label: str) -> Iterator[None]:
-    """Show what is waited for, with the seconds it takes."""
-    start = time.monotonic()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    hidden = not (enabled() and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        progress.add_task(f"{name}: {label}", total=None)
-        yield
-    if enabled():
-        say(f"{name}: {label}, {time.monotonic() - start:.1f} s")
-
-
 async def _end_ours(record: ClusterRecord) -> None:
     """End what this process started, also while it is being cancelled; say so if it can't."""
     try:
-        provider = get_provider(record.spec.provider)
-        Registry().set_state(record.name, "ending")
-        with _phase(record.name, "ending"):
-            await _finish(provider.terminate(record.name))
-        Registry().remove(record)
+        with phases_of(record.name), phase("ending"):
+            receipt = await _finish(fleet.end(record, ask=False))
+        if enabled():
+            say(receipt.summary)
     except BaseException:
         say(f"{record.name} may still run. To end it: art-cloud down {record.name}")
         raise
 
 
-async def _finish(work: Coroutine[Any, Any, None]) -> None:
+async def _finish(work: Coroutine[Any, Any, T]) -> T:
     """Await `work` to its end even if this task is cancelled meanwhile; it is cancelled then."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await task
         raise
@@ -289,9 +327,10 @@ async def _finish(work: Coroutine[Any, Any, None]) -> None:
 
 def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
     """Refuse to hand out a running cluster as something that it is not."""
-    for field in ("provider", "store", "base_model", "engine", "options"):
+    for field in SAME:
         has, wants = getattr(record.spec, field), getattr(asked, field)
-        if has != wants and None not in (has, wants):
+        undecided = field == "base_model" and None in (has, wants)
+        if field in asked.model_fields_set and has != wants and not undecided:
             raise ConfigError(
                 f"Cluster {record.name} is there already, with {field} {has}, not {wants}. End it "
                 f"(art-cloud down {record.name}) or give the new one another name."
@@ -308,16 +347,3 @@ def store_url(provider: str, store: str | None) -> str:
             "its own disk goes with the machine."
         )
     return (home() / "store").as_uri()
-
-
-def parse_duration(value: str | float) -> float:
-    """Seconds in "90s", "15m", "2h", "1.5d" or a plain number of seconds, always above 0."""
-    text = str(value).strip()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
-    seconds = float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
-    if seconds <= 0:
-        raise ConfigError(
-            f"{value!r} is not a duration. Write it like '90s', '15m', '2h' or '1d', or as a "
-            "number of seconds above 0."
-        )
-    return seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 from .backend import Backend
 from .errors import ArtCloudError, ConfigError, IncompleteListError, NotFoundError
 from .http import ServerClient
+from .money import Receipt
 from .protocol import ServerInfo
 from .providers import Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, unknown
@@ -21,22 +22,53 @@ STATUS_SECONDS = 5.0
 """How long `status` waits for a server's answer."""
 
 
-async def down(name: str) -> None:
-    """End the cluster `name` and forget it; `NotFoundError` if there is nothing of that name."""
-    registry = Registry()
-    record = registry.get(name)
+async def down(name: str) -> Receipt | None:
+    """End the cluster `name`. None for what was not recorded here: its price is not known.
+
+    Raises:
+        NotFoundError: There is nothing of that name.
+    """
+    record = Registry().get(name)
     if record is not None:
-        providers = [record.spec.provider]
-    else:
-        instances, _ = await _list_instances(provider_names())
-        providers = [instance.provider for instance in instances if instance.name == name]
-        if not providers:
-            raise unknown(name)
-    registry.set_state(name, "ending")
+        return await end(record)
+    instances, _ = await _list_instances(provider_names())
+    providers = [instance.provider for instance in instances if instance.name == name]
+    if not providers:
+        raise unknown(name)
     for provider in providers:
         await get_provider(provider).terminate(name)
-    if record is not None:
-        registry.remove(record)
+    return None
+
+
+async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
+    """End a recorded cluster, and forget it but for its receipt.
+
+    With `ask` its server is asked first what it has done; if it does not answer, the receipt tells
+    what it said when it was asked last.
+    """
+    registry, provider = Registry(), record.spec.provider
+    registry.set_state(record, "ending")
+    instances, _ = await _list_instances([provider])
+    states = [instance.state for instance in instances if instance.name == record.name]
+    if ask and "running" in states:
+        with suppress(ArtCloudError, TimeoutError):
+            registry.note(record, await _ask(record))
+    await get_provider(provider).terminate(record.name)
+    return registry.end(record, seen_to_end=bool(states))
+
+
+async def _ask(record: ClusterRecord) -> ServerInfo:
+    """What the server of `record` says of itself; being asked is no use of it.
+
+    Raises:
+        ArtCloudError: It does not answer as it should, or not at all.
+        TimeoutError: Not within `STATUS_SECONDS`.
+    """
+    async with asyncio.timeout(STATUS_SECONDS):
+        endpoint = await get_provider(record.spec.provider).endpoint(record.name)
+        token = record.spec.token.get_secret_value()
+        async with reached(endpoint) as url, Backend(url, token, patience=0) as backend:
+            return await backend.info()
 
 
 async def address(name: str) -> dict[str, str]:
@@ -94,6 +126,9 @@ async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
             return
         except NotFoundError:
             continue
+        except ConfigError:  # what is not set up here has no logs of ours
+            if record:
+                raise
     raise unknown(name)
 
 
@@ -158,11 +193,7 @@ async def _status(
     if instance.state != "running":
         return found
     try:
-        async with asyncio.timeout(STATUS_SECONDS):
-            endpoint = await get_provider(instance.provider).endpoint(name)
-            token = record.spec.token.get_secret_value()
-            async with reached(endpoint) as url, Backend(url, token, patience=0) as backend:
-                return replace(found, server=await backend.info())
+        return replace(found, server=await _ask(record))
     except (ArtCloudError, TimeoutError) as error:
         why = str(error) or f"no answer within {STATUS_SECONDS:g} s"
         return replace(found, state="unreachable", detail=f"{instance.detail}: {why}")

@@ -40,6 +40,8 @@ VERSION = "Art-Version"
 POLICY = "Art-Policy"
 
 Metrics = dict[str, float]
+Durability = Literal["sync", "async"]
+"""When a job is done: once its step is in the store, or once it is served."""
 
 
 class Received(BaseModel):
@@ -162,7 +164,7 @@ class JobInfo(Received):
 
 class JobEvent(Received):
     """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`;
-    a `warning` has a `message`, and is of the server."""
+    a `warning` is of the server."""
 
     number: int
     type: Literal["queued", "started", "progress", "warning", "done", "failed"]

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,13 +23,16 @@ import platformdirs
 from pydantic import SecretStr
 
 from .errors import ConfigError, NotFoundError
+from .money import Receipt, Usage, make_receipt
 from .names import check_name
+from .protocol import ServerInfo
 from .providers import ClusterSpec
 
 RecordState = Literal["starting", "running", "ending"]
 
 BUSY_TIMEOUT_SECONDS = 30.0
-SCHEMA = """
+SCHEMA = (
+    """
 CREATE TABLE IF NOT EXISTS clusters (
     name       TEXT PRIMARY KEY,
     spec       TEXT NOT NULL,
@@ -37,7 +40,36 @@ CREATE TABLE IF NOT EXISTS clusters (
     state      TEXT NOT NULL,
     created_at TEXT NOT NULL
 )
-"""
+""",
+    """
+CREATE TABLE IF NOT EXISTS phases (
+    name       TEXT NOT NULL,
+    created_at TEXT NOT NULL,
+    label      TEXT NOT NULL,
+    seconds    REAL NOT NULL
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS servers (
+    name           TEXT NOT NULL,
+    created_at     TEXT NOT NULL,
+    started_at     TEXT NOT NULL,
+    seen_at        TEXT NOT NULL,
+    steps          INTEGER NOT NULL,
+    tokens_trained INTEGER NOT NULL,
+    tokens_sampled INTEGER NOT NULL,
+    PRIMARY KEY (name, created_at, started_at)
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS receipts (
+    name       TEXT NOT NULL,
+    created_at TEXT NOT NULL,
+    receipt    TEXT NOT NULL,
+    PRIMARY KEY (name, created_at)
+)
+""",
+)
 
 
 def home() -> Path:
@@ -90,6 +122,11 @@ class ClusterRecord:
     state: RecordState
     created_at: datetime
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """A name is given to one cluster after another."""
+        return self.name, self.created_at.isoformat()
+
 
 class Registry:
     """Safe for several processes at once; only its owner can read it."""
@@ -105,7 +142,8 @@ class Registry:
                 "folder of your own."
             ) from error
         with self._transaction() as database:
-            database.execute(SCHEMA)
+            for table in SCHEMA:
+                database.execute(table)
 
     def claim(self, name: str, spec: ClusterSpec) -> tuple[ClusterRecord, bool]:
         """Record the intent to start `name`, with a fresh token.
@@ -117,10 +155,9 @@ class Registry:
             found = database.execute("SELECT * FROM clusters WHERE name = ?", [name]).fetchone()
             if found:
                 return _record(found), False
-            token = SecretStr(secrets.token_urlsafe(32))
-            record = ClusterRecord(
-                name, spec.model_copy(update={"token": token}), "starting", datetime.now(UTC)
-            )
+            token, now = SecretStr(secrets.token_urlsafe(32)), datetime.now(UTC)
+            spec = spec.model_copy(update={"token": token, "launched_at": now})
+            record = ClusterRecord(name, spec, "starting", now)
             database.execute(
                 "INSERT INTO clusters VALUES (:name, :spec, :token, :state, :created_at)",
                 {
@@ -142,17 +179,83 @@ class Registry:
                 _record(row) for row in database.execute("SELECT * FROM clusters ORDER BY name")
             ]
 
-    def set_state(self, name: str, state: RecordState) -> None:
-        with self._transaction() as database:
-            database.execute("UPDATE clusters SET state = ? WHERE name = ?", [state, name])
-
-    def remove(self, record: ClusterRecord) -> None:
-        """Forget `record`; a later cluster of the same name has another token, and stays."""
-        token = record.spec.token.get_secret_value()
+    def set_state(self, record: ClusterRecord, state: RecordState) -> None:
         with self._transaction() as database:
             database.execute(
-                "DELETE FROM clusters WHERE name = ? AND token = ?", [record.name, token]
+                "UPDATE clusters SET state = ? WHERE name = ? AND created_at = ?",
+                [state, *record.key],
             )
+
+    def remove(self, record: ClusterRecord) -> None:
+        """Forget `record`, of which nothing was started; a later one of the same name stays."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
+
+    def end(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
+        """Forget `record` but for its receipt.
+
+        Its end is now if it was `seen_to_end`, else it has come unseen since it was last asked.
+        """
+        usage = self.usage(record)
+        receipt = make_receipt(
+            record.name, record.spec, usage, datetime.now(UTC), seen_to_end=seen_to_end
+        )
+        with self._transaction() as database:
+            database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
+            database.execute(
+                "INSERT OR IGNORE INTO receipts VALUES (?, ?, ?)",
+                [*record.key, receipt.model_dump_json()],
+            )
+        return receipt
+
+    def add_phase(self, record: ClusterRecord, label: str, seconds: float) -> None:
+        with self._transaction() as database:
+            database.execute(
+                "INSERT INTO phases VALUES (?, ?, ?, ?)", [*record.key, label, seconds]
+            )
+
+    def phases(self, record: ClusterRecord) -> Sequence[tuple[str, float]]:
+        """What the launch of `record` went through, with the seconds that each took."""
+        with self._transaction() as database:
+            found = database.execute(
+                "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ?"
+                " ORDER BY rowid",
+                record.key,
+            )
+            return [(row["label"], row["seconds"]) for row in found]
+
+    def note(self, record: ClusterRecord, server: ServerInfo) -> None:
+        """Keep what the server of `record` says it has done until now."""
+        with self._transaction() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO servers VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    *record.key,
+                    server.started_at.isoformat(),
+                    datetime.now(UTC).isoformat(),
+                    server.steps_made,
+                    server.tokens_trained,
+                    server.tokens_sampled,
+                ],
+            )
+
+    def usage(self, record: ClusterRecord) -> Usage | None:
+        """What all servers of `record` said; None if none was ever asked."""
+        with self._transaction() as database:
+            found = database.execute(
+                "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
+                " FROM servers WHERE name = ? AND created_at = ?",
+                record.key,
+            ).fetchone()
+        if found[0] is None:
+            return None
+        return Usage(datetime.fromisoformat(found[0]), *found[1:])
+
+    def receipts(self) -> Sequence[Receipt]:
+        """Of the clusters that have ended, the oldest first."""
+        with self._transaction() as database:
+            rows = database.execute("SELECT receipt FROM receipts ORDER BY created_at")
+            return [Receipt.model_validate_json(row["receipt"]) for row in rows]
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -160,6 +263,7 @@ class Registry:
         database.row_factory = sqlite3.Row
         try:
             database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
             database.execute("BEGIN IMMEDIATE")
             with database:
                 yield database

@@ -57,6 +57,8 @@ class Relauncher:
         now = Registry().get(record.name)
         if now is None or now.spec.token != record.spec.token or now.state == "ending":
             why = "It was ended: art-cloud down, or another program. Start it again with art.up()."
+        elif record.spec.is_over:
+            why = "What its budget or its deadline allowed is over."
         elif self._on_loss == "raise":
             why = "Start it again with art.up(): it goes on from the newest step in its store."
         elif self._relaunches >= MAX_RELAUNCHES:

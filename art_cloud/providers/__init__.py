@@ -7,48 +7,20 @@ A provider is a class without constructor arguments, registered under the entry 
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, Protocol
 
-from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, SecretStr
+from pydantic import AwareDatetime, Field, JsonValue, NonNegativeFloat, PositiveFloat, SecretStr
 
 from ..config import Frozen
+from ..durations import reserve
 from ..errors import ConfigError
 
 ENTRY_POINTS = "art_cloud.providers"
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
-
-
-class ClusterSpec(Frozen):
-    """What a cluster is asked to be. What is secret is never part of its JSON or its repr."""
-
-    provider: str
-    store: str
-    base_model: str | None = None
-    engine: str = "transformers"
-    idle_seconds: PositiveFloat = 900.0
-    options: dict[str, JsonValue] = {}
-    """The provider's own, which it checks in `offers`."""
-    token: SecretStr = Field(default=SecretStr(""), exclude=True, repr=False)
-    """The bearer token that the server must ask for."""
-    secrets: dict[str, SecretStr] = Field(default={}, exclude=True, repr=False)
-    """Environment variables that the server needs beside it: credentials of the store."""
-
-    def server_arguments(self, name: str) -> list[str]:
-        """Those of `art-server` that say what this cluster is; where it keeps its state is the
-        provider's business."""
-        arguments = ["--name", name, "--store", self.store]
-        arguments += ["--engine", self.engine, "--idle", f"{self.idle_seconds:g}"]
-        if self.base_model is not None:
-            arguments += ["--model", self.base_model]
-        return arguments
-
-    def server_environment(self) -> dict[str, str]:
-        """Environment variables of `art-server`; all of them are secrets."""
-        secrets = {TOKEN: self.token, **self.secrets}
-        return {key: value.get_secret_value() for key, value in secrets.items()}
 
 
 class Offer(Frozen):
@@ -59,6 +31,84 @@ class Offer(Frozen):
     price_per_hour: NonNegativeFloat
     """US dollars."""
     spot: bool = False
+    machine: str = ""
+    """In the provider's words: an instance type, a GPU."""
+
+
+class ClusterSpec(Frozen):
+    """What a cluster is asked to be. What is secret is never part of its JSON or its repr."""
+
+    provider: str
+    store: str
+    base_model: str | None = None
+    engine: str = "transformers"
+    lease_seconds: PositiveFloat = 600.0
+    idle_seconds: PositiveFloat = 900.0
+    budget: PositiveFloat | None = None
+    """US dollars that the cluster may cost."""
+    deadline: PositiveFloat | AwareDatetime | None = None
+    """Seconds after the launch, or a point in time."""
+    max_hourly: PositiveFloat | None = None
+    """US dollars that an hour of the machine may cost."""
+    offer: Offer | None = None
+    """The machine that was chosen, for the provider to launch."""
+    launched_at: AwareDatetime | None = None
+    """Budget and deadline count from then, also for a machine that replaces a lost one."""
+    options: dict[str, JsonValue] = {}
+    """The provider's own, which it checks in `offers`."""
+    token: SecretStr = Field(default=SecretStr(""), exclude=True, repr=False)
+    """The bearer token that the server must ask for."""
+    secrets: dict[str, SecretStr] = Field(default={}, exclude=True, repr=False)
+    """Environment variables that the server needs beside it: credentials of the store."""
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.offer.price_per_hour if self.offer else 0.0
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        """After the launch."""
+        if isinstance(self.deadline, datetime):
+            seconds = (self.deadline - (self.launched_at or datetime.now(UTC))).total_seconds()
+            return max(seconds, 1.0)
+        return self.deadline
+
+    @property
+    def life_seconds(self) -> float:
+        """What budget and deadline allow, from the launch to the very end."""
+        price = self.price_per_hour
+        affordable = self.budget / price * 3600 if self.budget and price else math.inf
+        return min(affordable, self.deadline_seconds or math.inf)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has ended by now, or is about to, for budget or deadline."""
+        assert self.launched_at is not None
+        life = self.life_seconds
+        return (datetime.now(UTC) - self.launched_at).total_seconds() >= life - reserve(life)
+
+    def server_arguments(self, name: str) -> list[str]:
+        """Those of `art-server` that say what this cluster is; where it keeps its state is the
+        provider's business."""
+        arguments = ["--name", name, "--store", self.store]
+        arguments += ["--engine", self.engine]
+        arguments += ["--lease", f"{self.lease_seconds:g}", "--idle", f"{self.idle_seconds:g}"]
+        if self.price_per_hour:
+            arguments += ["--price", f"{self.price_per_hour:g}"]
+        if self.budget is not None:
+            arguments += ["--budget", f"{self.budget:g}"]
+        if self.deadline_seconds is not None:
+            arguments += ["--deadline", f"{self.deadline_seconds:g}"]
+        if self.launched_at is not None:
+            arguments += ["--launched", f"{self.launched_at.timestamp():.3f}"]
+        if self.base_model is not None:
+            arguments += ["--model", self.base_model]
+        return arguments
+
+    def server_environment(self) -> dict[str, str]:
+        """Environment variables of `art-server`; all of them are secrets."""
+        secrets = {TOKEN: self.token, **self.secrets}
+        return {key: value.get_secret_value() for key, value in secrets.items()}
 
 
 class SSHRoute(Frozen):

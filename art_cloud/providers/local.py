@@ -59,9 +59,19 @@ class _Server:
 
 class LocalProvider:
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
-        if spec.options:
-            raise ConfigError(f"A local cluster has no option {', '.join(spec.options)}.")
-        return [Offer(provider="local", region="this machine", price_per_hour=0.0)]
+        """This machine: it costs what `price_per_hour=` says, nothing if that is not given."""
+        if unknown := spec.options.keys() - {"price_per_hour"}:
+            raise ConfigError(
+                f"A local cluster has no option {', '.join(sorted(unknown))}, only price_per_hour."
+            )
+        price = spec.options.get("price_per_hour", 0.0)
+        try:
+            offer = {"provider": "local", "region": "this machine", "price_per_hour": price}
+            return [Offer.model_validate(offer)]
+        except ValidationError:
+            raise ConfigError(
+                f"price_per_hour is {price!r}, which is no number of US dollars."
+            ) from None
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
         """Start the server; `ConfigError` if the `server` extra is not installed."""

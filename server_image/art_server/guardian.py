@@ -84,10 +84,12 @@ class Guardian:
         *,
         busy: Callable[[], bool],
         warn: Callable[[str], None],
+        name: str = "server",
         launched_ago: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
+        self._name = name
         self.warnings: list[str] = []
         """Announced ends that nobody can put off."""
         self._busy = busy
@@ -134,7 +136,7 @@ class Guardian:
         while (soonest := min(self._ends(), key=lambda end: end.left)).left > 0:
             self._announce()
             await asyncio.sleep(min(soonest.left, POLL_SECONDS))
-        message = f"the server ends (--{soonest.name}): {soonest.cause}"
+        message = f"{self._name} ends (--{soonest.name}): {soonest.cause}"
         log.warning("%s", message)
         self._warn(message)
         return soonest.grace
@@ -184,7 +186,7 @@ class Guardian:
                 self._announced.pop(end.name, None)  # it was renewed
             elif passed[-1] != self._announced.get(end.name):
                 self._announced[end.name] = passed[-1]
-                message = f"the server ends in {words(end.left)}: {end.cause}"
+                message = f"{self._name} ends in {words(end.left)}: {end.cause}"
                 log.warning("%s", message)
                 if end.final:
                     self.warnings.append(message)

@@ -109,6 +109,11 @@ class Journal:
                 )
         return self.get(job)
 
+    def knows(self, job: str) -> bool:
+        with self._lock:
+            found = self._db.execute("SELECT 1 FROM jobs WHERE id = ?", (job,)).fetchone()
+        return found is not None
+
     def get(self, job: str) -> JobInfo:
         with self._lock:
             row = self._db.execute(
@@ -296,7 +301,7 @@ class Jobs:
         if self.current is None:
             return
         try:
-            self.journal.add_event(self.current.id, "warning", {"message": message})
+            self.journal.add_event(self.current.id, "warning", {"warning": message})
         except StoreFullError as error:
             log.error("nobody could be told: %s", error)
         asyncio.run_coroutine_threadsafe(self._wake(), self._loop)

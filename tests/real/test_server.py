@@ -420,7 +420,7 @@ async def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path, "--idle", "0.5").start()
     assert (await server.info()).base_model is None
     assert await asyncio.to_thread(server.ended) == 0
-    assert "the server ends (--idle)" in server.output
+    assert "server ends (--idle)" in server.output
     assert not (server.state / "endpoint.json").exists()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from art_cloud import cluster, fleet, providers
+from art_cloud.durations import parse_duration
 from art_cloud.errors import ConfigError, NotFoundError
 from art_cloud.providers import ClusterSpec, get_provider, local
 from art_cloud.registry import Registry, home
@@ -23,13 +24,13 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("90s", 90), ("15m", 900), ("2h", 7200), ("1.5d", 129600), (900, 900), (0.5, 0.5), ("7", 7)],
 )
 def test_durations(text: str | float, seconds: float) -> None:
-    assert cluster.parse_duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "15 minutes", "0m", 0, -1, "-5m", float("nan"), "m"])
 def test_what_is_no_duration(text: str | float) -> None:
     with pytest.raises(ConfigError, match=r"is not a duration.*'15m'"):
-        cluster.parse_duration(text)
+        parse_duration(text)
 
 
 def test_a_store_folder_means_the_same_from_everywhere(

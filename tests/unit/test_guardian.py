@@ -118,7 +118,7 @@ async def test_budget_and_deadline_count_from_the_launch_and_keep_a_reserve() ->
     world.guardian.touch()
     world.now += 1
     assert await world.ended() == 30
-    assert world.warned[-1].startswith("the server ends (--deadline): ")
+    assert world.warned[-1].startswith("server ends (--deadline): ")
 
 
 async def test_an_end_is_announced_twice_and_only_what_is_final_to_clients() -> None:
@@ -129,8 +129,8 @@ async def test_an_end_is_announced_twice_and_only_what_is_final_to_clients() -> 
         assert await world.ended() is None
     assert world.warned == world.guardian.warnings
     assert [message.partition(":")[0] for message in world.warned] == [
-        "the server ends in 3 m 4 s",
-        "the server ends in 40 s",
+        "server ends in 3 m 4 s",
+        "server ends in 40 s",
     ]
 
 
@@ -138,7 +138,7 @@ async def test_a_server_that_starts_late_says_only_what_matters() -> None:
     world = World(Limits(deadline=1000), launched_ago=930)
     assert await world.ended() is None
     assert len(world.warned) == 1
-    assert world.warned[0].startswith("the server ends in 10 s: its deadline")
+    assert world.warned[0].startswith("server ends in 10 s: its deadline")
 
 
 async def test_one_that_starts_too_late_ends_at_once() -> None:
