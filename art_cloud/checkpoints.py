@@ -139,11 +139,11 @@ class Checkpoints:
             raise
 
     def find(self, step: int) -> Manifest | None:
-        """The step's `record`, where there is one."""
-        try:
-            return self.record(step)
-        except NotFoundError:
-            return None
+        """The step, removed or not, if there ever was one."""
+        for folder in ("removed", "steps"):
+            with suppress(NotFoundError):
+                return self._parse(self._key(step, folder))
+        return None
 
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""

@@ -25,12 +25,13 @@ import platformdirs
 import uvicorn
 
 from art_cloud._version import __version__
-from art_cloud.errors import ArtCloudError, ConfigError
+from art_cloud.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.names import check_name, whole_path
 
 from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
 
 if TYPE_CHECKING:
+    from .models import Models
     from .runtime import Runtime
 
 log = logging.getLogger("art_server")
@@ -56,6 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=_port, default=0, help="0: any free one")
     parser.add_argument("--store", help="URL or folder where steps are kept")
     parser.add_argument("--state", type=Path, help="folder for the journal and the cache")
+    parser.add_argument("--durability", choices=["sync", "async"], default="sync",
+                        help="a job is done once its step is in the store, or once it is served "
+                        "(the next one waits for the store)")  # fmt: skip
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM; without "
                         "it, $ART_VLLM_PYTHON or this one")  # fmt: skip
@@ -186,21 +190,26 @@ async def serve(options: argparse.Namespace, token: str) -> None:
             engine=options.engine,
             vllm_python=options.vllm_python,
             placement=options.placement,
+            name=name,
+            durability=options.durability,
         )
     )
     programs = Programs(runtime, max_bytes)
     jobs = Jobs(journal, programs.by_kind())
+    programs.publisher.made_durable = jobs.make_durable
     guardian = Guardian(
         limits,
         busy=lambda: jobs.current is not None or runtime.sampling,
         warn=jobs.warn,
+        name=name,
         launched_ago=max(0.0, time.time() - launched),
     )
-    app = make_app(runtime, jobs, token=token, max_bytes=max_bytes, guardian=guardian)
+    commits = programs.publisher.commits
+    app = make_app(runtime, jobs, commits, token=token, max_bytes=max_bytes, guardian=guardian)
     server = Server(uvicorn.Config(app, log_config=None, access_log=False))
     if options.model:
         await runtime.open_base(whole_path(options.model))
-    await programs.reopen(journal.models())
+    await programs.reopen(journal.models(), journal.repeated())
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
@@ -211,13 +220,14 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     last_resort = exit_after(guardian.life_left, "its money or its time is up")
     grace = GRACE_SECONDS
     try:
-        grace = await _until_stopped(serving, stop, guardian)
+        grace = await _until_stopped(serving, stop, guardian, runtime.models)
         log.info("stopping")
     finally:
         last_resort.cancel()
         last_resort = exit_after(grace + CLOSING_SECONDS, "it does not come to its end")
         endpoint.unlink(missing_ok=True)
         await jobs.stop(grace)
+        await commits.close(grace)
         await _stop_serving(server, serving, runtime)
         journal.close()
         last_resort.cancel()
@@ -225,17 +235,25 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
 
 async def _until_stopped(
-    serving: asyncio.Task[None], stop: asyncio.Event, guardian: Guardian
+    serving: asyncio.Task[None], stop: asyncio.Event, guardian: Guardian, models: Models
 ) -> float:
-    """Seconds that the running job may still take, once the server has to end."""
+    """Seconds that the running job may still take, once the server has to end.
+
+    Raises `RivalError` if that is because other servers train all of its models.
+    """
     stopped = asyncio.create_task(stop.wait())
     watching = asyncio.create_task(guardian.watch())
+    fenced = asyncio.create_task(models.all_fenced())
     try:
-        await asyncio.wait([serving, stopped, watching], return_when=asyncio.FIRST_COMPLETED)
+        ends = [serving, stopped, watching, fenced]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if fenced.done():
+            raise RivalError(await fenced)
         return await watching if watching.done() else GRACE_SECONDS
     finally:
         stopped.cancel()
         watching.cancel()
+        fenced.cancel()
 
 
 async def _stop_serving(server: Server, serving: asyncio.Task[None], runtime: Runtime) -> None:

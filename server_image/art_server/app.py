@@ -44,6 +44,7 @@ from art_cloud.protocol import (
     SFTRequest,
 )
 
+from .commits import Commits
 from .gateway import Gateway
 from .guardian import Guardian
 from .jobs import Jobs
@@ -61,10 +62,16 @@ class Routes:
     """Those under `/art/v1`."""
 
     def __init__(
-        self, runtime: Runtime, jobs: Jobs, sessions: Sessions, guardian: Guardian
+        self,
+        runtime: Runtime,
+        jobs: Jobs,
+        commits: Commits,
+        sessions: Sessions,
+        guardian: Guardian,
     ) -> None:
         self.runtime = runtime
         self.jobs = jobs
+        self.commits = commits
         self.sessions = sessions
         self.guardian = guardian
         self.started_at = datetime.now(UTC)
@@ -102,6 +109,7 @@ class Routes:
                 device=runtime.device,
                 store=runtime.store.url,
                 policies=runtime.policies,
+                not_durable=self.commits.pending,
                 jobs_queued=self.jobs.queued,
                 requests_running=stats.running,
                 requests_waiting=stats.waiting,
@@ -133,15 +141,21 @@ class Routes:
         body = await request.body()
         if schema is not None:
             parse(schema, body)
-        info = await self.jobs.submit(_call_id(request), kind, _name(request), body)
+        call, name = _call_id(request), _name(request)
+        if kind != "register" and not self.jobs.journal.knows(call):
+            self.runtime.newest(name)
+        info = await self.jobs.submit(call, kind, name, body)
         return answer(info, HTTPStatus.ACCEPTED)
 
     async def model(self, request: Request) -> Response:
-        return answer(self.runtime.info(_name(request)))
+        name = _name(request)
+        await self.runtime.models.settled(name)
+        return answer(self.runtime.info(name))
 
     async def log(self, request: Request) -> Response:
         entry = parse(LogRequest, await request.body())
         checkpoints = self._steps(request)
+        await self.commits.settled(checkpoints.name)
 
         def write() -> None:
             checkpoints.read(entry.step)
@@ -166,6 +180,7 @@ class Routes:
     async def fork(self, request: Request) -> Response:
         wanted = parse(ForkRequest, await request.body())
         to = ModelName(wanted.to_project, wanted.to_model)
+        await self.commits.settled(_name(request))
         await asyncio.to_thread(self._steps(request).fork, to, wanted.step)
         infos = await asyncio.to_thread(self.runtime.checkpoints(to).infos)
         return answer(infos[-1], HTTPStatus.CREATED)
@@ -212,6 +227,7 @@ class Routes:
 def make_app(
     runtime: Runtime,
     jobs: Jobs,
+    commits: Commits,
     *,
     token: str,
     max_bytes: int,
@@ -219,7 +235,7 @@ def make_app(
 ) -> ASGIApp:
     sessions = Sessions()
     gateway = Gateway(runtime, sessions)
-    routes = Routes(runtime, jobs, sessions, guardian)
+    routes = Routes(runtime, jobs, commits, sessions, guardian)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

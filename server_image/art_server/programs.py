@@ -2,7 +2,7 @@
 
 A program may be run again from its start at any time (the server was killed, the answer was lost):
 it looks for a step that carries its call's id first, and everything else it does is a function of
-the newest step and the call's body.
+the newest step and the call's body. So a step that is made again comes out the same.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
 from statistics import fmean
 
-from art_cloud.checkpoints import Manifest, Parent
+from art_cloud.checkpoints import Manifest, Parent, superseded
 from art_cloud.config import SFTConfig, TrainConfig
 from art_cloud.errors import (
     CanaryError,
     ConflictError,
     CorruptBlobError,
     NotFoundError,
+    RivalError,
 )
 from art_cloud.names import ModelName
 from art_cloud.protocol import (
@@ -31,17 +33,16 @@ from art_cloud.protocol import (
     SFTRequest,
     StepResult,
 )
-from art_cloud.store import Blob
-from art_cloud.transfer import Rate
 from art_cloud.wire import decode_batch
 
-from .canary import EXPECTED
+from .commits import log_progress, until_answered
 from .data import rl_data, sft_batches, sft_data, sft_learning_rate
 from .jobs import Program, Report
 from .pruning import Pruner
+from .publishing import Keep, Publisher, nothing
 from .runtime import Runtime, package_versions
 from .training import AdamParams
-from .trajectory_log import kept
+from .trajectory_log import keeper
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,10 @@ class Programs:
         self.runtime = runtime
         self.max_bytes = max_bytes
         self._calls: dict[ModelName, dict[str, int]] = {}
-        self._resident: dict[ModelName, int] = {}
+        self._resident: dict[ModelName, tuple[int, str]] = {}
+        """The step that the trainer holds of each model, and the call that made it."""
         self._pruner = Pruner(runtime)
+        self.publisher = Publisher(runtime, self._pruner)
 
     def by_kind(self) -> dict[JobKind, Program]:
         return {"register": self.register, "train": self.train, "sft": self.sft}
@@ -63,9 +66,11 @@ class Programs:
     async def register(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Load the base model if need be, and the model's newest step, or make its step 0."""
         request = RegisterRequest.model_validate_json(body)
-        name = ModelName(job.project, job.model)
+        name = job.name
         checkpoints = self.runtime.checkpoints(name)
-        manifest = await self.runtime.in_training_thread(checkpoints.newest)
+        with suppress(RivalError):  # to register is to go on from what the rival made
+            await self.publisher.commits.settled(name)
+        manifest = await until_answered(partial(asyncio.to_thread, checkpoints.newest), report)
         if manifest is not None:
             _check_same_model(name, manifest, request)
             manifest = manifest.model_copy(update={"retention": request.retention})
@@ -74,14 +79,14 @@ class Programs:
         if manifest is None:
             report({"phase": "making step 0"})
             draft = await self.runtime.in_training_thread(self._make_step_0, name, request)
-            manifest = await self._publish(draft, report)
-        await self._serve(manifest)
-        return _result(manifest)
+            manifest = await self.publisher.publish(draft, report)
+        await self._serve(manifest, report)
+        return self.publisher.result(manifest)
 
     async def train(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """One step of a policy loss on a batch of groups."""
-        name = ModelName(job.project, job.model)
-        done = await self._done_before(job, name)
+        name = job.name
+        done = await self._done_before(job, report)
         batch = await self.runtime.in_training_thread(decode_batch, body, self.max_bytes)
         config = batch.config
         newest = self.runtime.newest(name)
@@ -109,13 +114,17 @@ class Programs:
 
         number = done.step if done else newest.step + 1
         checkpoints = self.runtime.checkpoints(name)
-        async with kept(checkpoints, batch, number, job.id, self.runtime.base, report):
-            return done or await self._step(name, step, report)
+        keep = keeper(checkpoints, batch, number, job.id, self.runtime.base, report)
+        if done is None:
+            return await self._step(job, step, report, keep)
+        if done.durable:
+            await keep()
+        return done
 
     async def sft(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Supervised fine-tuning over all examples; one step of the model when it is through."""
-        name = ModelName(job.project, job.model)
-        if (done := await self._done_before(job, name)) is not None:
+        name = job.name
+        if (done := await self._done_before(job, report)) is not None:
             return done
         request = SFTRequest.model_validate_json(body)
         newest = self.runtime.newest(name)
@@ -159,92 +168,101 @@ class Programs:
             }
             return _next(job, newest, metrics)
 
-        return await self._step(name, step, report)
+        return await self._step(job, step, report)
 
     async def _step(
-        self, name: ModelName, step: Callable[[], Manifest], report: Report
+        self, job: JobInfo, step: Callable[[], Manifest], report: Report, keep: Keep = nothing
     ) -> StepResult:
+        runtime, name, newest = self.runtime, job.name, self.runtime.newest(job.name)
+        looking = asyncio.create_task(self._look_elsewhere(job, newest, report))
         try:
-            await self.runtime.make_room()
-            draft = await self.runtime.train(step)
+            await self.publisher.commits.retried(name)
+            if not self._is_resident(newest):
+                await until_answered(partial(asyncio.to_thread, runtime.fetch, newest), report)
+            await runtime.make_room()
+            draft = await runtime.train(step)
+            if (found := await looking) is not None:
+                self._resident.pop(name, None)
+                return self.publisher.result(found)
             report({"phase": f"loading {draft.policy}"})
-            manifest = await self._publish(draft, report)
-        except BaseException:
+            manifest = await self.publisher.publish(draft, report, keep)
+        except BaseException as error:
             # what the trainer holds may be half a step: the next job reads the newest one again
             self._resident.pop(name, None)
+            if isinstance(error, RivalError):
+                runtime.models.fence(name, error)
+            await asyncio.wait([looking])
+            looking.exception()  # it, or what came before it, is raised
             raise
-        self._resident[name] = manifest.step
+        finally:
+            runtime.models.repeated(name)
+        self._resident[name] = (manifest.step, manifest.call_id)
         self._calls[name][manifest.call_id] = manifest.step
-        self._pruner.after(manifest)
-        return _result(manifest)
+        return self.publisher.result(manifest)
 
-    async def _publish(self, draft: Manifest, report: Report) -> Manifest:
-        """Make what the trainer holds the step `draft`: served and compared first, then counted."""
-        runtime, trainer, name = self.runtime, self.runtime.trainer, str(draft.name)
-        checkpoints = runtime.checkpoints(draft.name)
-
-        async def store(folder: Path) -> dict[str, Blob]:
-            await runtime.in_training_thread(trainer.save_optimizer, name, folder)
-            rate = Rate()
-
-            def watch(done: int, total: int) -> None:
-                report({"phase": f"storing {draft.policy}: {rate.words(done, total)}"})
-
-            return await asyncio.to_thread(checkpoints.upload, folder, watch)
-
-        async with runtime.new_step(draft) as folder:
-            await runtime.in_training_thread(trainer.save_adapter, name, folder)
-            expected = runtime.in_training_thread(
-                trainer.next_logprobs, name, runtime.canary.prompt_ids, EXPECTED
-            )
-            storing = asyncio.create_task(store(folder))
-            try:
-                difference = await runtime.serve(draft, expected)
-                found = {
-                    "metrics": draft.metrics | {"canary": difference},
-                    "probe": await expected,
-                    "files": await asyncio.shield(storing),
-                }
-            finally:
-                await asyncio.wait([storing])
-                storing.exception()  # raised above, unless the canary was first
-            manifest = await runtime.in_training_thread(
-                checkpoints.create, draft.model_copy(update=found)
-            )
-            runtime.set_newest(manifest)
-        return manifest
-
-    async def _done_before(self, job: JobInfo, name: ModelName) -> StepResult | None:
-        """The result of this very call, if its step is in the store already."""
-        self.runtime.newest(name)
-        step = self._calls[name].get(job.id)
-        if step is None:
+    async def _done_before(self, job: JobInfo, report: Report) -> StepResult | None:
+        """The result of this very call, if its step is there already."""
+        name, newest = job.name, self.runtime.newest(job.name)
+        if newest.call_id == job.id:
+            found = newest
+        elif (step := self._calls[name].get(job.id)) is not None:
+            record = partial(asyncio.to_thread, self.runtime.checkpoints(name).record, step)
+            found = await until_answered(record, report)
+        else:
             return None
-        return _result(
-            await self.runtime.in_training_thread(self.runtime.checkpoints(name).record, step)
-        )
+        self.runtime.models.repeated(name)
+        return self.publisher.result(found)
 
-    async def reopen(self, names: Iterable[ModelName]) -> None:
-        """After a restart: serve the newest step of the models that this server had."""
+    async def _look_elsewhere(
+        self, job: JobInfo, newest: Manifest, report: Report
+    ) -> Manifest | None:
+        """This call's step, if another server made it; then this one goes on from there.
+
+        Raises `RivalError` if another call made the step that this one would make.
+        """
+        checkpoints = self.runtime.checkpoints(job.name)
+
+        def look() -> tuple[Manifest, Manifest] | None:
+            if (rival := checkpoints.find(newest.step + 1)) is None:
+                return None
+            if (step := checkpoints.calls().get(job.id)) is None:
+                raise superseded(rival)
+            return checkpoints.record(step), checkpoints.newest() or rival
+
+        found = await until_answered(partial(asyncio.to_thread, look), report)
+        if found is None:
+            return None
+        mine, there = found
+        await self._serve(there, report)
+        return mine
+
+    async def reopen(self, names: Iterable[ModelName], repeated: set[ModelName]) -> None:
+        """After a restart: serve the newest step of the models that this server had.
+
+        Of those that are `repeated` a job makes a step again that was served already.
+        """
         for name in names:
             checkpoints = self.runtime.checkpoints(name)
             manifest = await self.runtime.in_training_thread(checkpoints.newest)
             if manifest is not None:
                 await self.runtime.open_base(manifest.base_model)
                 try:
-                    await self._serve(manifest)
+                    await self._serve(manifest, log_progress)
+                    if name in repeated:
+                        self.runtime.models.repeat(name)
                 except (CanaryError, CorruptBlobError, NotFoundError) as error:
                     log.error("%s can't be served: %s", manifest.policy, error)
 
-    async def _serve(self, manifest: Manifest) -> None:
+    async def _serve(self, manifest: Manifest, report: Report) -> None:
         checkpoints = self.runtime.checkpoints(manifest.name)
-        self._calls[manifest.name] = await self.runtime.in_training_thread(checkpoints.calls)
-        await self.runtime.load(manifest)
-        self.runtime.set_newest(manifest)
+        calls = partial(asyncio.to_thread, checkpoints.calls)
+        self._calls[manifest.name] = await until_answered(calls, report)
+        await until_answered(partial(self.runtime.load, manifest), report)
+        self.runtime.models.set_newest(manifest)
 
     def _make_step_0(self, name: ModelName, request: RegisterRequest) -> Manifest:
         self.runtime.trainer.create(str(name), request.lora)
-        self._resident[name] = 0
+        self._resident[name] = (0, INIT)
         return Manifest(
             project=name.project,
             model=name.model,
@@ -258,8 +276,11 @@ class Programs:
             versions=package_versions(),
         )
 
+    def _is_resident(self, newest: Manifest) -> bool:
+        return self._resident.get(newest.name) == (newest.step, newest.call_id)
+
     def _make_resident(self, newest: Manifest) -> None:
-        if self._resident.get(newest.name) != newest.step:
+        if not self._is_resident(newest):
             self.runtime.trainer.load_state(str(newest.name), self.runtime.fetch(newest))
 
 
@@ -287,10 +308,6 @@ def adam(config: TrainConfig | SFTConfig, learning_rate: float | None = None) ->
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
     )
-
-
-def _result(manifest: Manifest) -> StepResult:
-    return StepResult(step=manifest.step, policy=manifest.policy, metrics=manifest.metrics)
 
 
 def _check_same_model(name: ModelName, there: Manifest, request: RegisterRequest) -> None:

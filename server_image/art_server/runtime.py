@@ -10,18 +10,20 @@ import asyncio
 import functools
 import logging
 import shutil
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from art_cloud.checkpoints import Checkpoints, Manifest
+from art_cloud.checkpoints import Checkpoints, Manifest, Writer
 from art_cloud.errors import (
     ConfigError,
     ConflictError,
@@ -30,7 +32,7 @@ from art_cloud.errors import (
     StoreFullError,
 )
 from art_cloud.names import ModelName, PolicyName
-from art_cloud.protocol import ModelInfo, Sample
+from art_cloud.protocol import Durability, ModelInfo, Sample
 from art_cloud.store import NO_SPACE, open_store
 
 from .canary import Canary
@@ -38,6 +40,7 @@ from .engines import EngineName, make_engine
 from .inference import Engine, EngineStats
 from .inference.placement import Mode
 from .inference.vllm_process import find_python
+from .models import Models
 from .training import BaseModel, Trainer, load_base
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,9 @@ class Settings:
     engine: EngineName = "transformers"
     vllm_python: str | None = None
     placement: Mode | None = None
+    name: str = "server"
+    """Of the cluster."""
+    durability: Durability = "sync"
 
 
 class Runtime:
@@ -76,10 +82,13 @@ class Runtime:
         self.cache.mkdir(parents=True)
         self.base: BaseModel | None = None
         self.loading_seconds: float | None = None
+        self.models = Models()
+        self.writer = Writer(
+            cluster=settings.name, host=socket.gethostname(), started_at=datetime.now(UTC)
+        )
         self._trainer: Trainer | None = None
         self._engine: Engine | None = None
         self._canary: Canary | None = None
-        self._newest: dict[ModelName, Manifest] = {}
         self._in_use: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
         self._loading = asyncio.Lock()
@@ -186,15 +195,8 @@ class Runtime:
         return Checkpoints(self.store, name)
 
     def newest(self, name: ModelName) -> Manifest:
-        """The newest step of a registered model."""
-        try:
-            return self._newest[name]
-        except KeyError:
-            known = ", ".join(map(str, self._newest)) or "none"
-            raise NotFoundError(
-                f"{name} is not registered with this server. Registered: {known}. "
-                "Call model.register(backend) first."
-            ) from None
+        """The newest step of a registered model, unless another server has trained it."""
+        return self.models.newest(name)
 
     def info(self, name: ModelName) -> ModelInfo:
         manifest = self.newest(name)
@@ -210,11 +212,7 @@ class Runtime:
 
     def names(self) -> list[str]:
         """Every name that a request can be for: the base, each model, and its loaded policies."""
-        return [*([self.base.name] if self.base else []), *map(str, self._newest), *self._in_use]
-
-    def set_newest(self, manifest: Manifest) -> None:
-        """From the next request on, its model's plain name means this step."""
-        self._newest[manifest.name] = manifest
+        return [*([self.base.name] if self.base else []), *self.models.names(), *self._in_use]
 
     def folder(self, manifest: Manifest, kind: str = "steps") -> Path:
         """A path of its own for each step, also for one that is made again by another call."""
@@ -245,13 +243,17 @@ class Runtime:
             return
         manifest = await self._find(requested)
         await self.load(manifest)
-        self._in_use[manifest.policy] = self._in_use.pop(manifest.policy) + 1  # used last
+        self.hold(manifest.policy)
         try:
             yield manifest.policy
         finally:
-            self._release(manifest.policy)
+            self.release(manifest.policy)
 
-    def _release(self, policy: str) -> None:
+    def hold(self, policy: str) -> None:
+        """Keep a policy loaded, and its folder, until it is released."""
+        self._in_use[policy] = self._in_use.pop(policy) + 1  # used last
+
+    def release(self, policy: str) -> None:
         self._in_use[policy] -= 1
         if not self._in_use[policy]:
             self._released.set()
@@ -260,19 +262,24 @@ class Runtime:
         try:
             if "@" in requested:
                 name = PolicyName.parse(requested)
-                newest = self.newest(name.model)
+                await self.models.settled(name.model)
+                newest = self.models.known(name.model)
                 if newest.step == name.step:
                     return newest
                 steps = self.checkpoints(name.model)
                 loaded = requested in self._in_use  # then it is served, be it removed meanwhile
-                manifest = await asyncio.to_thread(steps.record if loaded else steps.read, name.step)
+                manifest = await asyncio.to_thread(
+                    steps.record if loaded else steps.read, name.step
+                )
                 if manifest.step > newest.step:
                     raise NotFoundError(
                         f"{requested} was made by another server; this one is at step "
                         f"{newest.step}. Register the model again to go on from there."
                     )
                 return manifest
-            return self.newest(ModelName.parse(requested))
+            model = ModelName.parse(requested)
+            await self.models.settled(model)
+            return self.models.newest(model)
         except ConfigError:
             raise NotFoundError(
                 f"The model {requested!r} does not exist. There are: {', '.join(self.names())}."
@@ -326,7 +333,7 @@ class Runtime:
                     "step was not made. Free some space on the server's disk and repeat."
                 ) from error
             raise
-        self._release(draft.policy)
+        self.release(draft.policy)
 
     async def serve(self, draft: Manifest, expected: Awaitable[dict[int, float]]) -> float:
         """Let the engine serve the adapter of a `new_step`; how far it is from what is `expected`.
@@ -354,7 +361,7 @@ class Runtime:
         """Before a load: drop what was used longest ago, the newest steps of the models last, never
         one in use; where all are, wait for one."""
         while len(self._in_use) >= self.engine.slots:
-            newest = {manifest.policy for manifest in self._newest.values()}
+            newest = self.models.policies()
             idle = [policy for policy, users in self._in_use.items() if not users]
             if idle:
                 await self._unload(min(idle, key=lambda policy: policy in newest))

@@ -13,8 +13,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -98,32 +97,30 @@ def write_logged(checkpoints: Checkpoints, entry: LogRequest, base: BaseModel | 
     _put(checkpoints, split, entry.step, hashlib.sha256(content).hexdigest()[:32], content)
 
 
-@asynccontextmanager
-async def kept(
+def keeper(
     checkpoints: Checkpoints,
     batch: TrainBatch,
     step: int,
     call_id: str,
     base: BaseModel | None,
     report: Report,
-) -> AsyncIterator[None]:
-    """Keep the batch that a step is trained on, if the block, which makes the step, goes through.
+) -> Callable[[], Awaitable[None]]:
+    """What keeps the batch that a step is trained on, to be called once the step is stored.
 
-    The file is made beside the block and written after it: there is none of a step that was not
-    counted. If only the writing fails, the step stands, and a warning says so.
+    The file is made from now on and written then: there is none of a step that was not counted. If
+    only the writing fails, the step stands, and a warning says so.
     """
     making = asyncio.create_task(asyncio.to_thread(_of_batch, batch, step, call_id, base))
-    try:
-        yield
-    except BaseException:
-        await asyncio.wait([making])
-        raise
-    try:
-        await asyncio.to_thread(_put, checkpoints, TRAIN, step, call_id, await making)
-    except StoreError as error:
-        text = f"The trajectories of step {step} were not kept; the step itself is. {error}"
-        log.warning("%s: %s", checkpoints.name, text)
-        report({"phase": "done", "warning": text})
+
+    async def keep() -> None:
+        try:
+            await asyncio.to_thread(_put, checkpoints, TRAIN, step, call_id, await making)
+        except StoreError as error:
+            text = f"The trajectories of step {step} were not kept; the step itself is. {error}"
+            log.warning("%s: %s", checkpoints.name, text)
+            report({"phase": "done", "warning": text})
+
+    return keep
 
 
 def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:

@@ -79,7 +79,7 @@ def history(store: Path) -> list[Manifest]:
 
 def comparable(manifest: Manifest) -> dict[str, object]:
     """All that two runs of the same calls have in common: content by its hash, metrics, parent."""
-    return manifest.model_dump(exclude={"call_id", "created_at", "metrics"}) | {
+    return manifest.model_dump(exclude={"call_id", "created_at", "metrics", "writer"}) | {
         "metrics": {k: v for k, v in manifest.metrics.items() if k not in TIMINGS}
     }
 

@@ -125,7 +125,7 @@ async def test_the_same_call_is_found_in_the_store_without_a_journal(
     body, call = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
     first = await run(programs, "train", body, call)
     again = Programs(runtime, 1 << 24)
-    await again.reopen([NAME])
+    await again.reopen([NAME], set())
     assert await run(again, "train", body, call) == first
     assert steps(runtime) == [0, 1]
 

@@ -1,0 +1,138 @@
+"""How what the trainer holds becomes a step: served and compared, stored, and then the newest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from art_cloud.checkpoints import Manifest
+from art_cloud.errors import RivalError, StoreFullError
+from art_cloud.protocol import StepResult
+from art_cloud.store import Blob
+from art_cloud.transfer import Rate
+
+from .canary import EXPECTED
+from .commits import Commits, log_progress, until_answered
+from .jobs import Report
+from .pruning import Pruner
+from .runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+Keep = Callable[[], Awaitable[None]]
+"""Keeps what a step was trained on, once the step is in the store."""
+
+
+async def nothing() -> None:
+    pass
+
+
+async def nobody(call_id: str) -> None:
+    pass
+
+
+class Publisher:
+    """With durability "sync" a step is the newest once it is in the store; with "async" once it is
+    served, and it is stored behind its job."""
+
+    def __init__(self, runtime: Runtime, pruner: Pruner) -> None:
+        self.commits = Commits(self._durable, self._lost)
+        self.made_durable: Callable[[str], Awaitable[None]] = nobody
+        """Told the id of a call whose step became durable after its job."""
+        self._runtime = runtime
+        self._pruner = pruner
+
+    async def publish(self, draft: Manifest, report: Report, keep: Keep = nothing) -> Manifest:
+        """Make what the trainer holds the step `draft`.
+
+        Raises `CanaryError` if the engine would serve other weights, `RivalError` if another call
+        took the step's number. Then there is no such step here.
+        """
+        runtime, trainer, name = self._runtime, self._runtime.trainer, str(draft.name)
+        behind = runtime.settings.durability == "async" and draft.kind != "init"
+        tell = log_progress if behind else report
+
+        async def upload(saved: Awaitable[None], folder: Path) -> dict[str, Blob]:
+            await saved
+            return await self._upload(draft, folder, tell)
+
+        async with runtime.new_step(draft) as folder:
+            await runtime.in_training_thread(trainer.save_adapter, name, folder)
+            expected = runtime.in_training_thread(
+                trainer.next_logprobs, name, runtime.canary.prompt_ids, EXPECTED
+            )
+            saved = runtime.in_training_thread(trainer.save_optimizer, name, folder)
+            uploading = asyncio.create_task(upload(saved, folder))
+            try:
+                difference = await runtime.serve(draft, expected)
+                found = {
+                    "metrics": draft.metrics | {"canary": difference},
+                    "probe": await expected,
+                    "writer": runtime.writer,
+                }
+                draft = draft.model_copy(update=found)
+                await self.commits.settled(draft.name)
+                if behind:
+                    await saved
+                    runtime.hold(draft.policy)
+                    self.commits.begin(
+                        draft,
+                        self._create(draft, uploading, keep, tell),
+                        lambda: self._create(draft, upload(saved, folder), keep, tell),
+                    )
+                else:
+                    draft = await self._create(draft, uploading, keep, tell)
+            except BaseException:
+                await asyncio.wait([uploading])
+                uploading.exception()  # it, or what came before it, is raised
+                raise
+            runtime.models.set_newest(draft)
+        if not behind:
+            self._pruner.after(draft)
+        return draft
+
+    def result(self, manifest: Manifest) -> StepResult:
+        return StepResult(
+            step=manifest.step,
+            policy=manifest.policy,
+            metrics=manifest.metrics,
+            durable=manifest.policy not in self.commits.pending,
+        )
+
+    async def _upload(self, draft: Manifest, folder: Path, tell: Report) -> dict[str, Blob]:
+        checkpoints, rate = self._runtime.checkpoints(draft.name), Rate()
+
+        def watch(done: int, total: int) -> None:
+            tell({"phase": f"storing {draft.policy}: {rate.words(done, total)}"})
+
+        upload = partial(asyncio.to_thread, checkpoints.upload, folder, watch)
+        return await until_answered(upload, tell)
+
+    async def _create(
+        self, draft: Manifest, files: Awaitable[dict[str, Blob]], keep: Keep, tell: Report
+    ) -> Manifest:
+        checkpoints = self._runtime.checkpoints(draft.name)
+        manifest = draft.model_copy(update={"files": await files})
+        create = partial(asyncio.to_thread, checkpoints.create, manifest)
+        stored = await until_answered(create, tell)
+        await keep()
+        return stored
+
+    async def _durable(self, manifest: Manifest) -> None:
+        """A step that is the newest already is in the store."""
+        self._runtime.models.set_newest(manifest)
+        self._runtime.release(manifest.policy)
+        self._pruner.after(manifest)
+        try:
+            await self.made_durable(manifest.call_id)
+        except StoreFullError as error:
+            log.error("%s is in the store, which could not be noted: %s", manifest.policy, error)
+
+    async def _lost(self, draft: Manifest, error: RivalError) -> None:
+        """A step that is the newest here will never be in the store."""
+        self._runtime.models.fence(draft.name, error)
+        self._runtime.release(draft.policy)
+        await self._runtime.unload(draft.policy)
