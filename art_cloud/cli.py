@@ -14,13 +14,9 @@ import typer
 
 from ._version import __version__
 from .cli_checkpoints import checkpoints
+from .cli_clusters import clusters, run
 from .cli_store import AsJson
 from .cli_trajectories import trajectories
-
-if TYPE_CHECKING:
-    pass
-
-T = TypeVar("T")
 
 app = typer.Typer(
     help=__doc__.splitlines()[0].partition(": ")[2].capitalize(),

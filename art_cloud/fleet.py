@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 from .backend import Backend
@@ -15,7 +15,7 @@ from .http import ServerClient
 from .money import Receipt
 from .protocol import ServerInfo
 from .providers import Instance, get_provider, provider_names
-from .registry import ClusterRecord, Registry, unknown
+from .registry import ClusterRecord, Registry, in_use, unknown
 from .tunnel import Tunnel, open_tunnel, port_of, reached
 
 STATUS_SECONDS = 5.0
@@ -31,7 +31,7 @@ async def down(name: str) -> Receipt | None:
     record = Registry().get(name)
     if record is not None:
         return await end(record)
-    instances, _ = await _list_instances(provider_names())
+    instances, _ = await list_instances(provider_names())
     providers = [instance.provider for instance in instances if instance.name == name]
     if not providers:
         raise unknown(name)
@@ -48,16 +48,16 @@ async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
     """
     registry, provider = Registry(), record.spec.provider
     registry.set_state(record, "ending")
-    instances, _ = await _list_instances([provider])
+    instances, _ = await list_instances([provider])
     states = [instance.state for instance in instances if instance.name == record.name]
     if ask and "running" in states:
         with suppress(ArtCloudError, TimeoutError):
-            registry.note(record, await _ask(record))
+            registry.note(record, await server_info(record))
     await get_provider(provider).terminate(record.name)
     return registry.end(record, seen_to_end=bool(states))
 
 
-async def _ask(record: ClusterRecord) -> ServerInfo:
+async def server_info(record: ClusterRecord) -> ServerInfo:
     """What the server of `record` says of itself; being asked is no use of it.
 
     Raises:
@@ -145,7 +145,21 @@ class ClusterStatus:
     recorded: bool
     detail: str = ""
     started_at: datetime | None = None
+    """Of the machine that runs now."""
+    launched_at: datetime | None = None
+    """Of the cluster: its cost counts from then."""
+    price_per_hour: float = 0.0
+    """US dollars."""
+    phases: Sequence[tuple[str, float]] = ()
+    """What the launch went through, with the seconds that each took."""
     server: ServerInfo | None = None
+
+    @property
+    def cost(self) -> float:
+        """Until now, in US dollars."""
+        if self.launched_at is None:
+            return 0.0
+        return (datetime.now(UTC) - self.launched_at).total_seconds() / 3600 * self.price_per_hour
 
 
 async def status(name: str | None = None) -> list[ClusterStatus]:
@@ -155,7 +169,7 @@ async def status(name: str | None = None) -> list[ClusterStatus]:
         NotFoundError: There is nothing of that name.
     """
     records = {record.name: record for record in Registry().list()}
-    instances, failures = await _list_instances(provider_names())
+    instances, failures = await list_instances(provider_names())
     running = {instance.name: instance for instance in instances}
     names = sorted(records.keys() | running.keys())
     if name is not None:
@@ -174,12 +188,7 @@ async def _status(
 ) -> ClusterStatus:
     if instance is None:
         assert record is not None
-        provider = record.spec.provider
-        if provider in failures:
-            detail = f"{provider} can't say: {failures[provider]}"
-            return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
-        detail = f"its server ended; why: art-cloud logs {name}"
-        return ClusterStatus(name, provider, "stopped", recorded=True, detail=detail)
+        return _absent(record, failures)
     found = ClusterStatus(
         name,
         instance.provider,
@@ -190,16 +199,36 @@ async def _status(
     )
     if record is None:
         return replace(found, detail=f"{instance.detail}, started by other means: no token known")
+    found = replace(
+        found,
+        launched_at=record.spec.launched_at,
+        price_per_hour=record.spec.price_per_hour,
+        phases=Registry().phases(record),
+    )
     if instance.state != "running":
         return found
     try:
-        return replace(found, server=await _ask(record))
+        return replace(found, server=await server_info(record))
     except (ArtCloudError, TimeoutError) as error:
         why = str(error) or f"no answer within {STATUS_SECONDS:g} s"
         return replace(found, state="unreachable", detail=f"{instance.detail}: {why}")
 
 
-async def _list_instances(
+def _absent(record: ClusterRecord, failures: dict[str, ArtCloudError]) -> ClusterStatus:
+    """The status of what is recorded and was not seen at its provider."""
+    name, provider = record.name, record.spec.provider
+    if provider in failures:
+        detail = f"{provider} can't say: {failures[provider]}"
+        return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
+    if record.state == "starting" and in_use(name):
+        detail = f"{provider} is being asked for its machine"
+        return ClusterStatus(name, provider, "starting", recorded=True, detail=detail)
+    ended = "its launch broke off" if record.state == "starting" else "its server ended"
+    detail = f"{ended}; why: art-cloud logs {name}, what it cost: art-cloud down {name}"
+    return ClusterStatus(name, provider, "stopped", recorded=True, detail=detail)
+
+
+async def list_instances(
     names: list[str],
 ) -> tuple[list[Instance], dict[str, ArtCloudError]]:
     """What exists at these providers, and the errors of those that could not tell."""

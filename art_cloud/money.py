@@ -58,6 +58,10 @@ class Receipt(Frozen):
         return least / 3600 * self.price_per_hour, most / 3600 * self.price_per_hour
 
     @property
+    def seen_to_end(self) -> bool:
+        return self.ended_after == self.ended_before
+
+    @property
     def cost_per_step(self) -> float | None:
         """At most."""
         return self.cost[1] / self.steps if self.steps else None

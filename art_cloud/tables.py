@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from rich.box import SIMPLE
@@ -13,28 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .checkpoints import Manifest
-from .fleet import ClusterStatus
-from .protocol import CheckpointInfo, ServerInfo
+from .protocol import CheckpointInfo
 from .trajectory_files import TrajectoryFile
 from .upkeep import Damage
-
-
-def print_status(found: Sequence[ClusterStatus]) -> None:
-    rows: list[tuple[str, ...]] = []
-    for one in found:
-        server = one.server
-        rows.append(
-            (
-                one.name,
-                one.provider,
-                one.state,
-                (server.base_model or "none yet") if server else "",
-                "\n".join(_newest(server.policies)) if server else "",
-                _activity(server) if server else one.detail,
-                _age(one.started_at),
-            )
-        )
-    print_table(("name", "provider", "state", "base model", "steps", "now", "up for"), rows)
 
 
 def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
@@ -99,30 +80,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _when(time: datetime) -> str:
     return f"{time.astimezone():%Y-%m-%d %H:%M:%S}"
-
-
-def _newest(policies: list[str]) -> list[str]:
-    """The newest step of each model among `project/model@step`."""
-    newest: dict[str, int] = {}
-    for policy in policies:
-        model, _, step = policy.rpartition("@")
-        newest[model] = max(int(step), newest.get(model, 0))
-    return [f"{model}@{step}" for model, step in sorted(newest.items())]
-
-
-def _activity(server: ServerInfo) -> str:
-    words = [
-        server.training or "",
-        f"{server.jobs_queued} jobs queued" if server.jobs_queued else "",
-        f"{server.requests_running} requests running" if server.requests_running else "",
-        f"{server.requests_waiting} waiting" if server.requests_waiting else "",
-    ]
-    return ", ".join(filter(None, words)) or "idle"
-
-
-def _age(since: datetime | None) -> str:
-    if since is None:
-        return ""
-    minutes, seconds = divmod(int((datetime.now(UTC) - since).total_seconds()), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} m" if hours else f"{minutes} m {seconds} s"

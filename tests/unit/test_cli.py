@@ -98,7 +98,7 @@ def test_nothing_runs_and_nothing_to_end() -> None:
     assert "No clusters. Start one: art-cloud up" in run("status").stdout
     assert json.loads(run("status", "--json").stdout) == []
     assert "Nothing to end" in run("down", "--all").stdout
-    assert json.loads(run("down", "--all", "--json").stdout) == {"ended": []}
+    assert json.loads(run("down", "--all", "--json").stdout) == {"ended": [], "receipts": []}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,9 @@ def test_down_all_asks_first() -> None:
     assert "End a, b?" in refused.stderr
     assert len(Registry().list()) == 2
     ended = run("down", "--all", "--yes", "--json")
-    assert json.loads(ended.stdout) == {"ended": ["a", "b"]}
+    told = json.loads(ended.stdout)
+    assert told["ended"] == ["a", "b"]
+    assert [receipt["name"] for receipt in told["receipts"]] == ["a", "b"]
     assert Registry().list() == []
 
 

@@ -1,0 +1,345 @@
+"""`art-cloud up`, `status`, `down` and what else starts, watches, pays for and ends clusters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from .cli_errors import complain
+from .errors import ArtCloudError, ConfigError
+
+if TYPE_CHECKING:
+    from .fleet import ClusterStatus
+    from .providers import Offer
+
+T = TypeVar("T")
+
+clusters = typer.Typer(rich_markup_mode=None)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+ProviderOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the provider; may be repeated."),
+]
+WATCH_SECONDS = 1.0
+
+
+@clusters.command()
+def up(
+    provider: Annotated[str, typer.Argument(help="Where it runs.")] = "local",
+    name: Annotated[str | None, typer.Option(help="Default: art-USER-PROVIDER.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model to load at the start.")] = None,
+    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
+    engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    lease: Annotated[
+        str | None, typer.Option(help="End after so long without a client. Default: 10m.")
+    ] = None,
+    idle: Annotated[
+        str | None, typer.Option(help="End after so long without use: 90s, 15m (default), 2h.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="US dollars that it may cost.")] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="End by then: 6h after the launch, or 2026-12-24T18:00.")
+    ] = None,
+    max_hourly: Annotated[
+        float | None, typer.Option(help="US dollars that an hour may cost.")
+    ] = None,
+    options: ProviderOptions = None,
+    show_token: Annotated[bool, typer.Option(help="Print the server's token.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start a cluster and leave it running."""
+    from . import cluster, fleet
+
+    async def start() -> dict[str, str]:
+        started = cluster.up(
+            provider,
+            name=name,
+            store=store,
+            base_model=model,
+            engine=engine,
+            lease=lease,
+            idle=idle,
+            budget=budget,
+            deadline=deadline,
+            max_hourly=max_hourly,
+            **_options(options),
+        )
+        await (await started).close()
+        return await fleet.address(started.name)
+
+    found = run(start())
+    if not show_token:
+        del found["token"]
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(
+        f"\n{found['name']} is ready at {found['url']}\n"
+        f"It keeps its steps in {found['store']}\n"
+        + (f"Its token is {found['token']}\n" if show_token else "")
+        + "\nUse it from Python:\n\n"
+        "    import art_cloud as art\n\n"
+        f'    async with art.connect(name="{found["name"]}") as backend:\n'
+        "        await model.register(backend)\n\n"
+        f"End it: art-cloud down {found['name']}\n"
+        f"It ends by itself after {lease or '10m'} without a client. "
+        f"How long it has: art-cloud status {found['name']}"
+    )
+
+
+@clusters.command()
+def status(
+    name: Annotated[str | None, typer.Argument()] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
+    timeline: Annotated[
+        bool, typer.Option(help="Show what starting it took, phase by phase.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what runs, what it costs and when it ends. To look renews no lease."""
+    from . import fleet, screens
+
+    if timeline and name is None:
+        raise typer.BadParameter("--timeline is of one cluster: give its NAME.")
+    found = run(fleet.status(name))
+    if as_json:
+        rows = [_status_json(one) for one in found]
+        typer.echo(json.dumps(rows[0] if name else rows))
+    elif timeline:
+        screens.print_timeline(found[0])
+    elif watch:
+        run(screens.watch(lambda: fleet.status(name), WATCH_SECONDS))
+    elif found:
+        screens.print_status(found)
+    else:
+        typer.echo("No clusters. Start one: art-cloud up local")
+
+
+@clusters.command()
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it ends.")] = False,
+) -> None:
+    """Print the log of a cluster's server, even of one that ended."""
+    from . import fleet
+
+    async def show() -> None:
+        async for line in fleet.logs(name, follow=follow):
+            typer.echo(line)
+
+    run(show())
+
+
+@clusters.command()
+def tunnel(
+    name: Name,
+    port: Annotated[int, typer.Option(help="Of this machine. Default: a free one.")] = 0,
+) -> None:
+    """Keep a port of this machine that leads to a cluster's server, for other programs."""
+    import asyncio
+
+    from . import fleet
+
+    async def keep() -> None:
+        opened = await fleet.tunnel(name, port)
+        typer.echo(opened.url)
+        typer.echo(f"{opened}. It is there until Ctrl-C.", err=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            typer.echo(str(opened), err=True)
+            await opened.close()
+
+    run(keep())
+
+
+@clusters.command()
+def down(
+    name: Annotated[str | None, typer.Argument()] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every cluster.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """End a cluster and say what it cost; what is in its store stays."""
+    import asyncio
+
+    from . import fleet
+
+    if (name is None) != everything:
+        raise typer.BadParameter("Give the NAME of a cluster, or --all.")
+    names = [name] if name else [one.name for one in run(fleet.status())]
+    if everything and names and not yes:
+        typer.confirm(f"End {', '.join(names)}?", abort=True, err=True)
+
+    async def end() -> list[Any]:
+        return await asyncio.gather(*map(fleet.down, names), return_exceptions=True)
+
+    ended = run(end())
+    failures = [failure for failure in map(_expected, ended) if failure]
+    receipts = [one for one in ended if one is not None and not isinstance(one, BaseException)]
+    for failure in failures:
+        complain(failure)
+    if as_json and not failures:
+        rows = [receipt.model_dump(mode="json") for receipt in receipts]
+        typer.echo(json.dumps({"ended": names, "receipts": rows}))
+    elif not as_json:
+        done = [one for one, how in zip(names, ended, strict=True) if not _expected(how)]
+        if done or not failures:
+            typer.echo(f"Ended {', '.join(done)}." if done else "Nothing to end.")
+        for receipt in receipts:
+            typer.echo(receipt.summary)
+    if failures:
+        raise typer.Exit(1)
+
+
+@clusters.command()
+def sweep(yes: Yes = False, as_json: AsJson = False) -> None:
+    """Find all that is ours at every provider, recorded or not, and end what nobody leases."""
+    from . import screens
+    from . import sweep as sweeping
+
+    found, failures = run(sweeping.look())
+    ghosts = [one for one in found if one.kept is None]
+    if not as_json:
+        screens.print_findings(found)
+    for failure in failures:
+        complain(failure)
+    if ghosts and not yes:
+        names = ", ".join(one.name for one in ghosts)
+        typer.confirm(f"End {names}?", abort=True, err=True)
+    run(sweeping.end(ghosts))
+    if as_json:
+        kept = [one.name for one in found if one.kept is not None]
+        typer.echo(json.dumps({"ended": [one.name for one in ghosts], "kept": kept}))
+    elif ghosts:
+        typer.echo(f"Ended {', '.join(one.name for one in ghosts)}.")
+    elif not found and not failures:
+        typer.echo("Nothing of ours runs anywhere.")
+    if failures:
+        raise typer.Exit(1)
+
+
+@clusters.command()
+def offers(
+    provider: Annotated[str | None, typer.Argument(help="Default: all.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="H100, A100:2, ...")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="That may be taken away any time.")] = False,
+    hours: Annotated[float, typer.Option(min=0, help="That a run takes.")] = 1.0,
+    options: ProviderOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """List machines with their price by provider and region, the cheapest first."""
+    from . import screens
+    from .providers import ClusterSpec, get_provider, provider_names
+
+    wanted = _options(options) | ({"gpu": gpu} if gpu else {}) | ({"spot": True} if spot else {})
+
+    async def ask() -> tuple[list[Offer], dict[str, ArtCloudError]]:
+        found: list[Offer] = []
+        refused: dict[str, ArtCloudError] = {}
+        for one in [provider] if provider else provider_names():
+            try:
+                spec = ClusterSpec(provider=one, store="", options=wanted)
+                found += await get_provider(one).offers(spec)
+            except ArtCloudError as error:
+                refused[one] = error
+        return sorted(found, key=lambda offer: offer.price_per_hour), refused
+
+    found, refused = run(ask())
+    if as_json:
+        rows = [one.model_dump() | {"price": one.price_per_hour * hours} for one in found]
+        typer.echo(json.dumps(rows))
+    elif found:
+        screens.print_offers(found, hours)
+    for one, why in refused.items():
+        typer.echo(f"{one}: {why}", err=True)
+    if not found:
+        raise typer.Exit(1)
+
+
+@clusters.command()
+def receipts(as_json: AsJson = False) -> None:
+    """List what the clusters that have ended did cost."""
+    from . import screens
+    from .registry import Registry
+
+    async def read() -> list[Any]:
+        return list(Registry().receipts())
+
+    found = run(read())
+    if as_json:
+        typer.echo(json.dumps([receipt.model_dump(mode="json") for receipt in found]))
+    elif found:
+        screens.print_receipts(found)
+    else:
+        typer.echo("No cluster has ended yet.")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's work; what goes wrong on purpose becomes a message and an exit code."""
+    import asyncio
+
+    try:
+        return asyncio.run(work)
+    except ArtCloudError as error:
+        complain(error)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        _say_what_runs()
+        raise typer.Exit(130) from None
+
+
+def _say_what_runs() -> None:
+    import asyncio
+
+    from . import fleet
+
+    names = [one.name for one in asyncio.run(fleet.status()) if one.state != "stopped"]
+    if names:
+        typer.echo(f"Still running: {', '.join(names)}. To end it: art-cloud down NAME", err=True)
+    else:
+        typer.echo("Nothing is left running.", err=True)
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    """`KEY=VALUE`s; a value that is JSON means that, any other itself."""
+    found: dict[str, Any] = {}
+    for option in given or []:
+        key, is_given, value = option.partition("=")
+        if not is_given or not key.isidentifier():
+            complain(ConfigError(f"Option {option!r} is not KEY=VALUE."))
+            raise typer.Exit(1)
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def _expected(ended: object) -> ArtCloudError | None:
+    """The failures that a user can do something about; any other is a bug, and raised."""
+    if isinstance(ended, BaseException) and not isinstance(ended, ArtCloudError):
+        raise ended
+    return ended if isinstance(ended, ArtCloudError) else None
+
+
+def _status_json(one: ClusterStatus) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "provider": one.provider,
+        "state": one.state,
+        "recorded": one.recorded,
+        "detail": one.detail,
+        "started_at": one.started_at and one.started_at.isoformat(),
+        "launched_at": one.launched_at and one.launched_at.isoformat(),
+        "price_per_hour": one.price_per_hour,
+        "cost": one.cost,
+        "timeline": [{"phase": label, "seconds": seconds} for label, seconds in one.phases],
+        "server": one.server and one.server.model_dump(mode="json"),
+    }
