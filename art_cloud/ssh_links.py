@@ -95,7 +95,9 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
         ) from error
     try:
         async with asyncio.timeout(LOGIN_SECONDS):
-            return _Login(route, port, await _connect(route.host, _configs(route)))
+            ended = asyncio.get_running_loop().create_future()
+            connection = await _connect(route.host, _configs(route), ended)
+            return _Login(route, port, connection, ended)
     except asyncssh.PermissionDenied as error:
         raise ProviderError(
             f"{route.host} does not let this user in: {error.reason}. See whether `{_typed(route)}`"
@@ -125,13 +127,23 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
 async def _connect(
     host: str,
     configs: list[str],
+    ended: asyncio.Future[Exception | None],
     *,
     via: asyncssh.SSHClientConnection | None = None,
     username: str | tuple[()] = (),
     port: int | tuple[()] = (),
 ) -> asyncssh.SSHClientConnection:
-    """Log in to `host`, over the machines of its `ProxyJump`, each of them known."""
+    """Log in to `host`, over the machines of its `ProxyJump`, each of them known.
+
+    Args:
+        ended: is told why the login ended.
+    """
     import asyncssh
+
+    class Client(asyncssh.SSHClient):
+        def connection_lost(self, exc: Exception | None) -> None:
+            if not ended.done():
+                ended.set_result(exc)
 
     options = await asyncssh.SSHClientConnectionOptions.construct(
         host=host, username=username, port=port, config=configs
@@ -142,12 +154,18 @@ async def _connect(
             user, _, address = jump.rpartition("@")
             name, _, number = address.partition(":")
             via = await _connect(
-                name, configs, via=via, username=user or (), port=int(number) if number else ()
+                name,
+                configs,
+                asyncio.get_running_loop().create_future(),
+                via=via,
+                username=user or (),
+                port=int(number) if number else (),
             )
     known = _known_hosts(config)
     try:
         connection = await asyncssh.connect(
             host,
+            client_factory=Client,
             tunnel=via,
             options=options,
             known_hosts=asyncssh.read_known_hosts(known),
@@ -223,11 +241,16 @@ class _Login:
     client = "asyncssh"
 
     def __init__(
-        self, route: SSHRoute, port: int, connection: asyncssh.SSHClientConnection
+        self,
+        route: SSHRoute,
+        port: int,
+        connection: asyncssh.SSHClientConnection,
+        ended: asyncio.Future[Exception | None],
     ) -> None:
         self._route = route
         self._port = port
         self._connection = connection
+        self._ended = ended
         here = connection.get_extra_info("sockname")
         self.address: str | None = here[0] if here else None
 
@@ -252,8 +275,8 @@ class _Login:
             ) from error
 
     async def lost(self) -> str:
-        await self._connection.wait_closed()
-        return "the connection was lost"
+        error = await self._ended
+        return f"the connection was lost ({error or 'given up here'})"
 
     def close(self) -> None:
         self._connection.abort()
