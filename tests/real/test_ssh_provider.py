@@ -1,0 +1,405 @@
+"""The ssh provider over a real sshd, whose logins have a home of their own: the box."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+import art_cloud as art
+from art_cloud import fleet
+from art_cloud.cli import app
+from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
+from art_cloud.providers import ClusterSpec, SSHRoute, get_provider
+from art_cloud.providers.ssh import default_hosts
+from art_cloud.registry import Registry
+from art_cloud.ssh_login import login
+
+from ..sshd import Sshd, make_key, needs_sshd
+
+pytestmark = needs_sshd
+
+
+class Box(Sshd):
+    """A machine with a home of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.home = folder / "home"
+        self.home.mkdir(parents=True)
+        super().__init__(folder, f"SetEnv HOME={self.home} {' '.join(options)}")
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Of a cluster there."""
+        return {"host": self.host, "ssh_config": str(self.config), "python": sys.executable}
+
+    @property
+    def route(self) -> SSHRoute:
+        return SSHRoute(host=self.host, config=str(self.config))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of clusters, and what they left."""
+        found = []
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("HOME") == str(self.home):
+                found.append(process)
+        return [process for process in found if not process.name().startswith("sshd")]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    """At its end nothing may run there."""
+    with Box(tmp_path / "box") as box:
+        try:
+            yield box
+            assert box.processes() == []
+        finally:
+            for process in box.processes():
+                process.kill()
+
+
+def spec(options: dict[str, Any], **changes: Any) -> ClusterSpec:
+    return ClusterSpec.model_validate(
+        {
+            "provider": "ssh",
+            "store": "s3://bucket/art",
+            "options": options,
+            "token": SecretStr("one-token"),
+            **changes,
+        }
+    )
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def art_cloud(*arguments: str) -> str:
+    result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+# ---------------------------------------------------------------- from a box to a trained agent
+
+
+async def test_an_agent_is_trained_on_a_box(box: Box, tmp_path: Path, tiny_model: Path) -> None:
+    model = art.TrainableModel(name="agent", project="tests", base_model=str(tiny_model))
+    store = (tmp_path / "store").as_uri()
+    async with art.up("ssh", name="one", store=store, **box.asked) as backend:
+        await model.register(backend)
+        client = model.openai_client()
+        answer = await client.chat.completions.create(
+            model=model.get_inference_name(),
+            messages=[{"role": "user", "content": "1"}],
+            max_tokens=4,
+            n=2,
+        )
+        question: art.Messages = [{"role": "user", "content": "1"}]
+        group = art.TrajectoryGroup(
+            art.Trajectory(messages_and_choices=[*question, choice], reward=float(number))
+            for number, choice in enumerate(answer.choices)
+        )
+        assert (await backend.train(model, [group])).step == 1
+
+        box.kill_sessions()  # the server outlives the login that started it
+        [found] = await fleet.status()
+        assert (found.state, found.recorded) == ("running", True)
+        assert found.detail.startswith("gpu-box, pid ")
+        assert "art-server" in await art_cloud("logs", "one")
+        assert (await backend.train(model, [group])).step == 2
+    assert await fleet.status() == []
+    assert box.processes() == []
+
+
+async def test_all_of_it_is_installed_in_an_empty_home(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_PROGRESS", "1")
+    with Box(tmp_path / "box", *uv_settings()) as box:
+        options = {key: value for key, value in box.asked.items() if key != "python"}
+        record, _ = Registry().claim("one", spec(options, store=(tmp_path / "store").as_uri()))
+        provider = get_provider("ssh")
+        await provider.launch(record.spec, "one")
+        said = capfd.readouterr().err
+        assert "installing art-cloud[server]" in said
+        [python] = (box.home / ".art-cloud" / "envs").glob("*/bin/python")
+        [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
+        assert server.cmdline()[0] == str(python)
+        await provider.endpoint("one")
+        await provider.terminate("one")
+
+        async with login(box.route) as there:  # once
+            [key] = (await there.box("check"))["environments"]
+            again = await there.box("install", key, "no-such-requirement")
+            assert again == {"python": str(python)}
+            with pytest.raises(ProviderError, match=r"(?s)gpu-box: .*pip install.*failed:.*such.whl"):
+                await there.box("install", "other", "not-a-package @ file:///no/such.whl")
+        assert box.processes() == []
+
+
+def uv_settings() -> list[str]:
+    """Those of this machine: where packages come from, and those that were fetched before."""
+    cache = subprocess.run(["uv", "cache", "dir"], capture_output=True, text=True, check=True)
+    links = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    settings = {"UV_CACHE_DIR": cache.stdout.strip(), "UV_FIND_LINKS": links.stdout.strip()}
+    settings["PATH"] = os.environ["PATH"]  # where uv is
+    known = ("SSL_CERT_FILE", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "HTTPS_PROXY", "https_proxy")
+    settings |= {name: os.environ[name] for name in known if name in os.environ}
+    return [f"{name}={value}" for name, value in settings.items() if value]
+
+
+# ---------------------------------------------------------------- which box
+
+
+@pytest.fixture
+def pool(box: Box, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Options with three hosts, of which the first is off and the others are one box each."""
+    with Box(tmp_path / "other") as other:
+        config = tmp_path / "pool_config"
+        off = "Host off\n  HostName 127.0.0.1\n  Port 1\n"
+        first = box.config.read_text().replace("Host gpu-box", "Host first")
+        second = other.config.read_text().replace("Host gpu-box", "Host second")
+        config.write_text(off + first + second)
+        yield {
+            "hosts": ["off", "first", "second"],
+            "ssh_config": str(config),
+            "python": sys.executable,
+        }
+        assert other.processes() == []
+
+
+async def test_the_first_box_that_answers_and_is_free_is_taken(
+    pool: dict[str, Any],
+) -> None:
+    provider = get_provider("ssh")
+    assert [offer.region for offer in await provider.offers(spec(pool))] == pool["hosts"]
+    places = {}
+    for name in ("one", "two"):
+        record, _ = Registry().claim(name, spec(pool))
+        await provider.launch(record.spec, name)
+        await provider.launch(record.spec, name)  # finds it where it is
+    record, _ = Registry().claim("three", spec(pool))
+    with pytest.raises(LaunchError) as caught:
+        await provider.launch(record.spec, "three")
+    for reason in ("off does not answer", "first has a server already: one", "second has a server"):
+        assert reason in str(caught.value)
+
+    with pytest.raises(art.IncompleteListError, match=r"off does not answer") as incomplete:
+        await provider.list()
+    places = {one.name: one.detail.split(",")[0] for one in incomplete.value.instances}
+    assert places == {"one": "first", "two": "second"}
+    states = {one.name: one.state for one in await fleet.status()}
+    assert (states["one"], states["two"], states["three"]) == ("starting", "starting", "unknown")
+    assert [line async for line in provider.logs("two", follow=False)] == []
+    for name in ("one", "two"):
+        await provider.terminate(name)
+    with pytest.raises(ProviderError, match=r"off does not answer.*three"):
+        await provider.terminate("three")
+
+
+async def test_hosts_from_a_file(tmp_path: Path) -> None:
+    provider = get_provider("ssh")
+    with pytest.raises(ConfigError, match=r"needs a machine: host=.*ssh-hosts"):
+        await provider.offers(spec({}))
+    hosts = tmp_path / "boxes.txt"
+    hosts.write_text("# mine\ngpu-box  # in the cellar\n\nother\n")
+    offers = await provider.offers(spec({"hosts_file": str(hosts), "price_per_hour": 2.5}))
+    assert [(one.region, one.price_per_hour) for one in offers] == [
+        ("gpu-box", 2.5),
+        ("other", 2.5),
+    ]
+    Registry()  # makes the folder
+    default_hosts().write_text("gpu-box\n")
+    assert [one.region for one in await provider.offers(spec({}))] == ["gpu-box"]
+    with pytest.raises(ConfigError, match="can't be read: No such file"):
+        await provider.offers(spec({"hosts_file": "/no/such/file"}))
+    with pytest.raises(ConfigError, match=r"price_per_hour.* greater than or equal to 0"):
+        await provider.offers(spec({"host": "gpu-box", "price_per_hour": -1}))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gpu": "H100"}, r"gpu-box shows no GPU H100: it has none"),
+        ({"min_memory_gb": 1e6}, r"gpu-box has .* GB of memory left, and 1e\+06 are asked for"),
+        ({"python": "/no/python"}, "gpu-box: /no/python can't be run: No such file"),
+        ({"python": "/usr/bin/python3"}, r"gpu-box: /usr/bin/python3 has no art-cloud\[server\]"),
+    ],
+)
+async def test_a_box_that_does_not_fit_says_why(
+    box: Box, option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        await get_provider("ssh").launch(spec({**box.asked, **option}), "one")
+
+
+async def test_one_that_another_started_is_left_alone(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = get_provider("ssh")
+    record, _ = Registry().claim("one", spec(box.asked))
+    await provider.launch(record.spec, "one")
+
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
+    with pytest.raises(ConflictError, match="one runs on gpu-box that was started from elsewhere"):
+        await art.up("ssh", name="one", store="s3://bucket/art", **box.asked)
+    assert Registry().list() == []
+
+    # found by whoever knows the host, recorded or not
+    Registry().claim("two", spec(box.asked))
+    assert [one.name for one in await provider.list()] == ["one"]
+    await fleet.down("one")
+    assert await provider.list() == []
+
+
+# ---------------------------------------------------------------- logins
+
+
+async def refusal(route: SSHRoute) -> str:
+    with pytest.raises(ProviderError) as caught:
+        async with login(route):
+            pass
+    return str(caught.value)
+
+
+async def test_a_host_key_that_is_not_known_is_not_accepted(box: Box) -> None:
+    known = box.known_hosts.read_text()
+    box.known_hosts.write_text("")
+    message = await refusal(box.route)
+    assert f"The key of gpu-box is not known: nothing is said of [127.0.0.1]:{box.port}" in message
+    assert message.endswith(f"ssh -F {box.config} gpu-box")
+    assert box.known_hosts.read_text() == ""
+
+    make_key(box.folder / "other_key")
+    other = (box.folder / "other_key.pub").read_text()
+    box.known_hosts.write_text(f"[127.0.0.1]:{box.port} {other}")
+    assert "gpu-box has another key than the one that is known" in await refusal(box.route)
+
+    # the name under which gcloud, for one, keeps keys
+    box.known_hosts.write_text(known.replace(f"[127.0.0.1]:{box.port}", "compute.17"))
+    with box.config.open("a") as config:
+        config.write("  HostKeyAlias compute.17\n")
+    async with login(box.route) as there:
+        assert (await there.box("list"))["servers"] == []
+
+
+async def test_a_key_that_is_not_taken(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (box.folder / "client_key.pub").write_text("")
+    assert "gpu-box takes none of your keys" in await refusal(box.route)
+
+
+async def test_a_box_that_is_off_is_unknown_not_stopped(box: Box) -> None:
+    record, _ = Registry().claim("one", spec(box.asked))
+    Registry().set_state(record, "running")
+    box.stop()
+    assert "gpu-box does not answer" in await refusal(box.route)
+    [found] = await fleet.status()
+    assert found.state == "unknown"
+    assert "gpu-box does not answer" in found.detail
+    with pytest.raises(ProviderError, match="ends by itself when"):
+        await fleet.down("one")
+    assert [one.name for one in Registry().list()] == ["one"]
+    box.start()
+    await fleet.down("one")
+    assert Registry().list() == []
+
+
+async def test_the_user_s_own_ssh_configuration_counts(box: Box, tmp_path: Path) -> None:
+    """Include, Match, and a machine that is reached through another."""
+    behind = box.config.read_text().replace("Host gpu-box", "Host behind")
+    config = tmp_path / "config"
+    config.write_text(
+        f"Include {box.config}\nMatch exec true\n  ServerAliveInterval 5\n"
+        f"{behind}  ProxyJump gpu-box\n"
+    )
+    for host in ("gpu-box", "behind"):
+        async with login(SSHRoute(host=host, config=str(config))) as there:
+            assert (await there.box("check"))["gpus"] == []
+    config.write_text("Nonsense yes\n")
+    with pytest.raises(ConfigError, match=r"(?s)ssh does not take 'gpu-box': .*nonsense"):
+        async with login(SSHRoute(host="gpu-box", config=str(config))):
+            pass
+    with pytest.raises(ConfigError, match="ssh does not take"):
+        async with login(SSHRoute(host="-oProxyCommand=false")):
+            pass
+
+
+# ---------------------------------------------------------------- what runs on the box
+
+
+async def test_what_a_killed_server_left_is_found_and_ended(box: Box, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = -c ] || sleep 300 &\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    record, _ = Registry().claim("one", spec({**box.asked, "python": str(python)}))
+    provider = get_provider("ssh")
+    await provider.launch(record.spec, "one")
+    [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
+    server.kill()
+    [found] = await provider.list()
+    assert (found.name, found.state) == ("one", "ending")
+    await provider.terminate("one")
+    assert await provider.list() == []
+
+
+async def test_one_that_ignores_the_signal_is_killed(box: Box) -> None:
+    record, _ = Registry().claim("one", spec(box.asked))
+    provider = get_provider("ssh")
+    await provider.launch(record.spec, "one")
+    [server] = box.processes()
+    server.suspend()
+    async with login(box.route) as there:
+        assert await there.box("stop", "one", "--grace", "0.2") == {"ended": True}
+    assert await provider.list() == []
+
+
+async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
+    """Ctrl-C while something is installed ends at once."""
+
+    async def install() -> None:
+        async with login(box.route) as there:
+            await there.box("install", "key", "nothing", silence=600)
+
+    locked = box.home / ".art-cloud" / "envs" / "key.lock"
+    locked.parent.mkdir(parents=True)
+    with locked.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the box is busy with it
+        installing = asyncio.create_task(install())
+        await until(lambda: any("install" in one.cmdline() for one in box.processes()))
+        installing.cancel()
+        async with asyncio.timeout(30):
+            with pytest.raises(asyncio.CancelledError):
+                await installing
+            await asyncio.get_running_loop().shutdown_default_executor()
+        for process in box.processes():
+            process.kill()
+            process.wait(10)
