@@ -1,0 +1,160 @@
+"""Which steps stay: by the rules, by hand and by itself after each step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from art_server.programs import Programs
+from art_server.runtime import Runtime, Settings
+from pydantic import ValidationError
+
+from art_cloud.checkpoints import Checkpoints
+from art_cloud.config import LoRAConfig, Retention
+from art_cloud.errors import NotFoundError
+from art_cloud.names import ModelName
+from art_cloud.protocol import CheckpointInfo, JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.retention import prune, to_remove
+from art_cloud.store import FileStore
+from art_cloud.wire import encode_batch
+
+from ..contract.engines import until
+from ..synthetic import batch
+from .test_checkpoints import commit
+
+NAME = ModelName("games", "agent")
+
+
+def infos(count: int, rewards: dict[int, float]) -> list[CheckpointInfo]:
+    return [
+        CheckpointInfo(
+            project="games",
+            model="agent",
+            step=step,
+            kind="train",
+            created_at=datetime.now(UTC),
+            bytes=1,
+            metrics={"val/reward": rewards[step]} if step in rewards else {},
+        )
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("retention", "rewards", "left"),
+    [
+        (Retention(keep_last=3), {}, [0, 7, 8, 9]),
+        (Retention(keep_last=1), {}, [0, 9]),
+        (Retention(keep_last=99), {}, list(range(10))),
+        (Retention(keep_every=4), {}, [0, 4, 8, 9]),
+        (Retention(keep_best="val/reward"), {2: 0.9, 5: 0.8, 9: 0.1}, [0, 2, 9]),
+        (Retention(keep_best="val/reward"), {2: 0.9, 5: 0.9, 9: 0.1}, [0, 5, 9]),
+        # 8 and 9 may be under evaluation
+        (Retention(keep_best="val/reward"), {2: 0.9, 7: 0.1}, [0, 2, 8, 9]),
+        (
+            Retention(keep_last=2, keep_every=5, keep_best="val/reward"),
+            {3: 0.9, 9: 0.1},
+            [0, 3, 5, 8, 9],
+        ),
+    ],
+)
+def test_a_step_stays_if_any_rule_keeps_it(
+    retention: Retention, rewards: dict[int, float], left: list[int]
+) -> None:
+    gone = to_remove(retention, infos(10, rewards))
+    assert [step for step in range(10) if step not in gone] == left
+
+
+def test_what_is_in_use_stays() -> None:
+    assert to_remove(Retention(keep_last=1), infos(6, {}), keep={2, 4}) == [1, 3]
+    assert to_remove(Retention(keep_last=1), []) == []
+
+
+def test_without_the_metric_nothing_is_removed() -> None:
+    with pytest.raises(NotFoundError, match=r"No step has the metric 'val/score'.*val/reward"):
+        to_remove(Retention(keep_best="val/score"), infos(5, {1: 1.0}))
+
+
+def test_a_retention_keeps_something() -> None:
+    with pytest.raises(ValidationError, match="keep_last, keep_best or keep_every"):
+        Retention()
+    with pytest.raises(ValidationError, match="greater than 0"):
+        Retention(keep_last=0)
+
+
+def test_pruning_leaves_forked_steps_and_what_was_measured(tmp_path: Path) -> None:
+    steps = Checkpoints(FileStore(tmp_path / "store", create=True), NAME)
+    for step in range(6):
+        commit(steps, tmp_path, step, call_id=f"call-{step}", metrics={"loss": float(step)})
+    steps.log("val", 1, {"reward": 0.5})
+    steps.fork(ModelName("games", "fork"), 3)
+    shown = prune(steps, Retention(keep_last=1), dry_run=True)
+    assert [info.step for info in shown] == [1, 2, 4]
+    assert steps.steps() == [0, 1, 2, 3, 4, 5]
+    assert prune(steps, Retention(keep_last=1)) == shown
+    assert steps.steps() == [0, 3, 5]
+    assert prune(steps, Retention(keep_last=1)) == []
+
+    history = steps.history()
+    assert [row["step"] for row in history] == [0, 1, 2, 3, 4, 5]
+    assert [row["loss"] for row in history] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert history[1]["val/reward"] == 0.5
+    assert steps.calls() == {f"call-{step}": step for step in range(6)}
+    assert steps.record(2).files == {}
+    with pytest.raises(NotFoundError, match=r"no step 2\. It has steps 0, 3, 5"):
+        steps.read(2)
+
+
+@pytest.fixture
+async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
+    (tmp_path / "state").mkdir()
+    runtime = Runtime(Settings(state=tmp_path / "state", store=str(tmp_path / "store")))
+    yield runtime
+    await runtime.close()
+
+
+async def test_a_server_keeps_what_the_model_was_registered_with(
+    runtime: Runtime, tiny_model: Path
+) -> None:
+    programs = Programs(runtime, 1 << 24)
+    steps = runtime.checkpoints(NAME)
+
+    async def run(kind: JobKind, body: bytes, job: str = "") -> StepResult:
+        info = JobInfo(
+            id=job or uuid4().hex, kind=kind, project="games", model="agent", state="running"
+        )
+        return await programs.by_kind()[kind](info, body, lambda data: None)
+
+    async def register(retention: Retention | None) -> None:
+        request = RegisterRequest(
+            base_model=str(tiny_model), lora=LoRAConfig(rank=2), retention=retention
+        )
+        await run("register", request.model_dump_json().encode())
+
+    body, first = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
+    await register(Retention(keep_last=1))
+    made = await run("train", body, first)
+    async with runtime.policy(f"{NAME}@1"):  # a request that goes on
+        await run("train", body)
+        await run("train", body)
+        await until(lambda: steps.steps() == [0, 1, 3])
+    async with runtime.policy(f"{NAME}@1") as policy:
+        await run("train", body)
+        await until(lambda: steps.steps() == [0, 1, 4])
+        assert policy == f"{NAME}@1"
+    await run("train", body)
+    await until(lambda: steps.steps() == [0, 5])
+    async with runtime.policy(
+        f"{NAME}@1"
+    ) as policy:  # removed, and loaded as long as there is room
+        assert policy == f"{NAME}@1"
+
+    assert await run("train", body, first) == made  # a call that is repeated late counts once
+    await register(None)
+    for _ in range(2):
+        await run("train", body)
+    assert steps.steps() == [0, 5, 6, 7]
+    assert steps.read(7).retention is None
