@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -48,6 +49,8 @@ def _main(
     token: str | None,
     largest_file: int | None,
     namespace: str | None,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
 ) -> None:
     from art_server.__main__ import main
     from tqdm import tqdm
@@ -64,6 +67,9 @@ def _main(
     os.environ.pop("ART_CLOUD_TOKEN", None)
     if token is not None:
         os.environ["ART_CLOUD_TOKEN"] = token
+    os.environ |= environment
+    if prepare is not None:
+        prepare()
     sys.argv = ["art-server", *arguments]
     main()
 
@@ -81,6 +87,8 @@ class ServerProcess:
         store: Path | None = None,
         token: str | None = TOKEN,
     ) -> None:
+        self.store_url: str | None = None
+        """A store that is no folder."""
         self.state = folder / "state"
         self.store = store or folder / "store"
         self.port = 0
@@ -89,6 +97,10 @@ class ServerProcess:
         """Bytes: what a nearly full disk looks like to the process."""
         self.namespace: str | None = None
         """The path of a network namespace to run in."""
+        self.environment: dict[str, str] = {}
+        """More variables, of the next start."""
+        self.prepare: Callable[[], None] | None = None
+        """Called in the process before anything else, at the next start."""
         self._arguments = [str(argument) for argument in arguments]
         self._token = token
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -98,12 +110,16 @@ class ServerProcess:
     def launch(self) -> ServerProcess:
         """Start the process, without waiting for it to listen."""
         arguments = [
-            *("--port", str(self.port), "--state", str(self.state), "--store", str(self.store)),
+            *("--port", str(self.port), "--state", str(self.state)),
+            *("--store", self.store_url or str(self.store)),
             *self._arguments,
         ]
         self._process = _context.Process(
             target=_main,
-            args=(self.log, arguments, self._token, self.largest_file, self.namespace),
+            args=(
+                *(self.log, arguments, self._token, self.largest_file, self.namespace),
+                *(self.environment, self.prepare),
+            ),
         )
         self._process.start()
         return self
@@ -165,6 +181,10 @@ class ServerProcess:
     ) -> None:
         if self.process.is_alive():
             self.kill()
+
+    def lose_the_disk(self) -> None:
+        """All that the server kept outside of its store."""
+        shutil.rmtree(self.state)
 
     def backend(self, *, patience: float = 60.0) -> art.Backend:
         return art.Backend(self.url, TOKEN, patience=patience)
