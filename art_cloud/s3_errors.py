@@ -8,10 +8,18 @@ from typing import Any
 
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError as URLLib3Error
 
 from .errors import StoreAccessError, StoreError, StoreFullError, StoreUnavailableError
+from .store import NO_SPACE
 
-BROKEN_BODY = (boto.IncompleteReadError, boto.ReadTimeoutError, boto.ResponseStreamingError)
+BROKEN_BODY = (
+    boto.IncompleteReadError,
+    boto.ReadTimeoutError,
+    boto.ResponseStreamingError,
+    URLLib3Error,
+)
 """An answer that began and did not end."""
 NOT_THERE = ("NoSuchKey", "404", "NotFound")
 LOST = ("PreconditionFailed", "412")
@@ -22,6 +30,8 @@ REFUSED_CONDITION = ("NotImplemented", "501")
 WRONG_KEY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
 DENIED = ("AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden")
+DAMAGED = ("XAmzContentSHA256Mismatch", "BadDigest")
+"""What arrived is not what was sent."""
 SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
 FULL = ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "EntityTooLarge", "507")
 BUSY = ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "TooManyRequests")
@@ -58,8 +68,12 @@ class Translator:
             yield
         except ClientError as error:
             raise self.of_answer(what, error) from error
-        except (BotoCoreError, OSError) as error:
+        except ResponseParserError as error:
+            raise self._no_s3(what) from error
+        except (BotoCoreError, URLLib3Error) as error:
             raise self.of_connection(what, error) from error
+        except OSError as error:
+            raise _of_this_machine(what, error) from error
 
     def of_answer(self, what: str, error: ClientError) -> StoreError:  # noqa: PLR0911
         code = code_of(error)
@@ -107,19 +121,27 @@ class Translator:
                 f"after {about.get('RetryAttempts', 0)} repeats. Repeat later; what is stored is "
                 "whole."
             )
-        if code in NOT_THERE:
+        if code in DAMAGED:
             return StoreUnavailableError(
-                f"{failed}: what answers at {self.endpoint} is no S3 server ({status}). Check "
-                "AWS_ENDPOINT_URL_S3, and proxies on the way."
+                f"{failed}: the content was damaged on its way to {self.endpoint}, which refused "
+                "it each time. Check the network and proxies, then repeat."
             )
+        if code in NOT_THERE:
+            return self._no_s3(what)
         return StoreError(f"{failed}: {self.endpoint} refused {error.operation_name} ({code}).")
 
-    def of_connection(self, what: str, error: BotoCoreError | OSError) -> StoreError:
+    def _no_s3(self, what: str) -> StoreError:
+        return StoreUnavailableError(
+            f"Could not {what}: what answers at {self.endpoint} is no S3 server. Check "
+            "AWS_ENDPOINT_URL_S3, and proxies on the way."
+        )
+
+    def of_connection(self, what: str, error: BotoCoreError | URLLib3Error) -> StoreError:
         failed = f"Could not {what}"
         if isinstance(error, boto.SSLError):
             return StoreError(
-                f"{failed}: the certificate of {self.endpoint} can't be trusted. If it is signed "
-                "by an authority of your own, name its file in AWS_CA_BUNDLE."
+                f"{failed}: the certificate of {self.endpoint} could not be verified. If an "
+                "authority of your own signed it, name that one's file in AWS_CA_BUNDLE."
             )
         if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
             return StoreAccessError(
@@ -148,18 +170,23 @@ _CREDENTIALS = (
 )
 
 
-def _reason(error: BotoCoreError | OSError) -> str:
+def _of_this_machine(what: str, error: OSError) -> StoreError:
+    if error.errno in NO_SPACE:
+        return StoreFullError(
+            f"Could not {what}: no space left on this machine's disk ({error.strerror}). Free "
+            "some and repeat. The store is whole."
+        )
+    return StoreError(f"Could not {what}: {error}. Check the file on this machine, and repeat.")
+
+
+def _reason(error: BotoCoreError | URLLib3Error) -> str:
     if isinstance(error, (boto.ReadTimeoutError, boto.ConnectTimeoutError)):
         return "too slow: timed out"
     if isinstance(error, (*BROKEN_BODY, boto.ConnectionClosedError)):
         return "the connection broke"
-    text = str(error)
-    if "NameResolution" in text or "resolve" in text or "Name or service" in text:
-        return "its name is not known"
     if isinstance(error, boto.EndpointConnectionError):
-        return "no connection"
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
+        unknown = "resolve" in str(error.kwargs["error"])
+        return "its name is not known" if unknown else "no connection"
     return type(error).__name__
 
 

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from botocore.exceptions import ClientError
 from s3transfer.utils import ReadFileChunk
 
-from .s3_errors import BROKEN_BODY
+from .s3_errors import BROKEN_BODY, DAMAGED, code_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
     from .store import Moved
+
+T = TypeVar("T")
 
 THREADS = 8
 PART = 16 << 20
@@ -40,8 +43,12 @@ def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Move
     """Put a file's content. What an earlier call of the same key and size left unfinished, in this
     process or another, is gone on with: whoever names keys by content may do so."""
     if size <= PART:
-        body = _slice(source, 0, size, moved) if size else b""
-        where.client.put_object(Bucket=where.bucket, Key=where.key, Body=body)
+        _undamaged(
+            lambda: where.client.put_object(
+                Bucket=where.bucket, Key=where.key, Body=_slice(source, 0, size, moved)
+            ),
+            *(size, moved),
+        )
         return
     part_bytes = max(PART, -(-size // MOST_PARTS))
     sizes = {
@@ -52,9 +59,16 @@ def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Move
     moved(sum(sizes[number] for number in tags))
 
     def send(number: int) -> None:
-        body = _slice(source, (number - 1) * part_bytes, sizes[number], moved)
-        sent = where.client.upload_part(
-            Bucket=where.bucket, Key=where.key, UploadId=upload_id, PartNumber=number, Body=body
+        start = (number - 1) * part_bytes
+        sent = _undamaged(
+            lambda: where.client.upload_part(
+                Bucket=where.bucket,
+                Key=where.key,
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=_slice(source, start, sizes[number], moved),
+            ),
+            *(sizes[number], moved),
         )
         tags[number] = sent["ETag"]
 
@@ -70,7 +84,23 @@ def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Move
     )
 
 
+def _undamaged(send: Callable[[], T], size: int, moved: Moved) -> T:
+    """Send so many bytes again if the server says that they did not arrive as they were signed."""
+    for _ in range(BREAKS - 1):
+        try:
+            return send()
+        except ClientError as error:
+            if code_of(error) not in DAMAGED:
+                raise
+            moved(-size)
+    return send()
+
+
 def _slice(source: Path, start: int, size: int, moved: Moved) -> Any:
+    """A body that is read when it is sent."""
+    if not size:
+        return b""
+
     def told(bytes_transferred: int) -> None:
         moved(bytes_transferred)
 

@@ -8,6 +8,7 @@ that race for one key win.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -42,6 +43,8 @@ class S3Server:
     endpoint_url: str
     ca: Path
     """The certificate that signed the server's."""
+    certificate: Path
+    key: Path
     access_key: str
     secret_key: str
 
@@ -85,6 +88,15 @@ class S3Server:
             verify=str(self.ca),
             config=Config(request_checksum_calculation="when_required"),
         )
+
+    def make_user(self, name: str, *statements: dict[str, object]) -> tuple[str, str]:
+        """moto only: the access key and the secret of a new user with this policy."""
+        iam = self.session().client("iam", endpoint_url=self.endpoint_url, verify=str(self.ca))
+        iam.create_user(UserName=name)
+        policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+        iam.put_user_policy(UserName=name, PolicyName="tests", PolicyDocument=policy)
+        made = iam.create_access_key(UserName=name)["AccessKey"]
+        return made["AccessKeyId"], made["SecretAccessKey"]
 
     def check_access(self, after: int = 0) -> None:
         """moto only: check signatures and policies, after so many more requests."""
@@ -135,7 +147,7 @@ def moto_server(folder: Path) -> Iterator[S3Server]:
         )
     try:
         port = _port_in(log, process)
-        yield S3Server(f"https://127.0.0.1:{port}", ca, "AKIAMOTO", "moto-secret")
+        yield S3Server(f"https://127.0.0.1:{port}", ca, certificate, key, "AKIAMOTO", "moto-secret")
     finally:
         process.kill()
         process.wait()
@@ -255,7 +267,8 @@ def swift_server(folder: Path) -> Iterator[S3Server]:
                 )
         for kind, port in ports.items():
             _wait_for_port(port, processes, folder / f"{kind}.log")
-        yield S3Server(f"https://127.0.0.1:{ports['proxy']}", ca, "swift:user", "swift-secret")
+        url = f"https://127.0.0.1:{ports['proxy']}"
+        yield S3Server(url, ca, certificate, key, "swift:user", "swift-secret")
     finally:
         for process in processes:
             process.kill()
