@@ -329,7 +329,7 @@ def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
     """Refuse to hand out a running cluster as something that it is not."""
     for field in SAME:
         has, wants = getattr(record.spec, field), getattr(asked, field)
-        undecided = field == "base_model" and None in (has, wants)
+        undecided = None in (has, wants) if field == "base_model" else wants == {}
         if field in asked.model_fields_set and has != wants and not undecided:
             raise ConfigError(
                 f"Cluster {record.name} is there already, with {field} {has}, not {wants}. End it "

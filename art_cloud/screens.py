@@ -62,7 +62,7 @@ def _status(found: Sequence[ClusterStatus]) -> RenderableType:
 def _in_full(one: ClusterStatus) -> RenderableType:
     server = one.server
     detail = f" ({one.detail})" if one.detail else ""
-    lines: list[tuple[str, str]] = [("", f"{one.state} on {one.provider}{detail}")]
+    lines: list[tuple[str, str]] = []
     if server:
         lines += [
             ("base model", server.base_model or "none yet"),
@@ -78,7 +78,8 @@ def _in_full(one: ClusterStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
-    parts: list[RenderableType] = [Text(one.name, style="bold"), grid]
+    title = Text.assemble((one.name, "bold"), f"  {one.state} on {one.provider}{detail}")
+    parts: list[RenderableType] = [title, grid]
     if server and server.clocks:
         clocks = Table.grid(padding=(0, 2))
         for clock in server.clocks:

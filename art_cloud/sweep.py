@@ -87,7 +87,7 @@ async def _answer(record: ClusterRecord | None, instance: Instance) -> str | Non
         async with asyncio.timeout(ANSWER_SECONDS):
             endpoint = await get_provider(instance.provider).endpoint(instance.name)
             async with reached(endpoint) as url:
-                server = ServerClient(url, "", patience=0)
+                server = ServerClient(url, "unknown", patience=0)
                 try:
                     await server.call("GET", "server")
                 finally:
