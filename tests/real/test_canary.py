@@ -107,3 +107,27 @@ async def test_wrong_weights_are_caught_and_the_step_is_not_made(
     assert await server.answers() == str(NAME.at(1))
     [folder] = (server.runtime.cache / "steps" / str(NAME)).glob("000001-*")
     assert (folder / "adapter" / WEIGHTS).exists()
+
+
+async def test_a_step_that_is_fetched_again_is_compared_with_what_was_kept_of_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, policy = server.runtime, str(NAME.at(1))
+    await server.train(seed=1)
+    await server.train(seed=2)
+    await runtime.unload(policy)
+    load = runtime.engine.load
+
+    async def load_wrong(policy: str, adapter: Path) -> None:
+        await load(policy, doubled(tmp_path, adapter))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.engine, "load", load_wrong)
+        with pytest.raises(CanaryError, match=r"canary/agent@1: .*not served"):
+            async with runtime.policy(policy):
+                pass
+    assert policy not in [*runtime.policies, *runtime.engine.policies()]
+    assert list((runtime.cache / "steps" / str(NAME)).glob("000001-*")) == []
+
+    async with runtime.policy(policy) as served:
+        assert served == policy

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, PretrainedConfig
 
+from art_cloud.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 NAME = "art_trie"
@@ -194,7 +196,10 @@ def trie_attention(
 ) -> tuple[Tensor, None]:
     """A transformers attention function: query (1, H, T, D) to output (1, T, H, D)."""
     if softcap is not None or s_aux is not None or attention_mask is not None:
-        raise NotImplementedError("capped scores, attention sinks, masks of the model's own")
+        raise ConfigError(
+            "This base model's attention has capped scores, sinks or a mask of its own, and its "
+            "config.json does not say so. It can't be trained here: choose another base model."
+        )
     if trie.block_mask is not None:
         flex = _compiled_flex() if query.is_cuda else cast(Callable[..., Tensor], flex_attention)
         out = flex(query, key, value, block_mask=trie.block_mask, scale=scaling, enable_gqa=True)
