@@ -226,6 +226,15 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         """`backend.train_sft` of the backend that this model is registered with."""
         return await self.backend().train_sft(self, trajectories, config, **overrides)
 
+    async def history(self) -> list[dict[str, Any]]:
+        """A row for each step that ever was, those that were deleted too; `pandas.DataFrame` of it
+        is the table of the run.
+
+        `step`, `kind`, `created_at` (ISO 8601), and the step's metrics: those of training under
+        their own names, what `log` kept as `split/name`.
+        """
+        return await self.backend().checkpoints(self).history()
+
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Delete all steps but the newest and the best by `best_checkpoint_metric`."""
         await self.backend().checkpoints(self).delete(keep_best=best_checkpoint_metric)

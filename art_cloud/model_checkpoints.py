@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import RootModel
 
 from .checkpoints import best
+from .config import Retention
 from .errors import ConfigError
 from .http import ServerClient, parse, path_of
 from .names import ModelName
-from .protocol import CheckpointInfo, ForkRequest
+from .protocol import CheckpointInfo, ForkRequest, PruneRequest
 
 if TYPE_CHECKING:
     from .model import TrainableModel
 
 CheckpointList = RootModel[list[CheckpointInfo]]
+History = RootModel[list[dict[str, Any]]]
 
 
 class ModelCheckpoints:
@@ -38,6 +41,26 @@ class ModelCheckpoints:
             NotFoundError: none has that metric.
         """
         return best(await self.list(), metric)
+
+    async def history(self) -> builtins.list[dict[str, Any]]:
+        """What `model.history` does."""
+        content = await self._server.call("GET", f"{path_of(self._name)}/history")
+        return parse(History, content).root
+
+    async def prune(
+        self, retention: Retention, *, dry_run: bool = False
+    ) -> Sequence[CheckpointInfo]:
+        """Delete the steps that `retention` does not keep; those in use and those forked stay.
+
+        Returns:
+            What was deleted or, in a dry run, would be.
+
+        Raises:
+            NotFoundError: no step has the metric of `keep_best`: nothing was deleted.
+        """
+        request = PruneRequest(retention=retention, dry_run=dry_run)
+        content = await self._server.call("POST", f"{path_of(self._name)}/prune", request)
+        return parse(CheckpointList, content).root
 
     async def delete(
         self, step: int | None = None, *, keep_best: str | None = None

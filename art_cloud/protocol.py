@@ -12,6 +12,8 @@ with the `code` of a class in `errors`.
     POST   models/{project}/{model}/log          LogRequest
     GET    models/{project}/{model}/checkpoints  list[CheckpointInfo]
     DELETE models/{project}/{model}/checkpoints/{step}
+    GET    models/{project}/{model}/history      list of rows: step, kind, created_at, metrics
+    POST   models/{project}/{model}/prune        PruneRequest -> list[CheckpointInfo]
     POST   models/{project}/{model}/fork         ForkRequest -> CheckpointInfo
     POST   sessions                              SessionRequest -> SessionInfo
     POST   sessions/{id}/close                   Recording                       (safe to repeat)
@@ -224,6 +226,11 @@ class ForkRequest(Frozen):
     to_project: str
     to_model: str
     step: NonNegativeInt | None = None
+
+
+class PruneRequest(Frozen):
+    retention: Retention
+    dry_run: bool = False
 
 
 class CheckpointInfo(Received):

@@ -37,12 +37,14 @@ from art_cloud.protocol import (
     ForkRequest,
     JobKind,
     LogRequest,
+    PruneRequest,
     RegisterRequest,
     ServerInfo,
     SessionInfo,
     SessionRequest,
     SFTRequest,
 )
+from art_cloud.retention import prune
 
 from .commits import Commits
 from .gateway import Gateway
@@ -88,6 +90,8 @@ class Routes:
             Route(f"{model}/log", self.log, methods=["POST"]),
             Route(f"{model}/checkpoints", self.checkpoints),
             Route(f"{model}/checkpoints/{{step:int}}", self.delete_checkpoint, methods=["DELETE"]),
+            Route(f"{model}/history", self.history),
+            Route(f"{model}/prune", self.prune, methods=["POST"]),
             Route(f"{model}/fork", self.fork, methods=["POST"]),
             Route("/sessions", self.open_session, methods=["POST"]),
             Route("/sessions/{id}/close", self.close_session, methods=["POST"]),
@@ -166,9 +170,17 @@ class Routes:
         return JSONResponse({})
 
     async def checkpoints(self, request: Request) -> Response:
-        infos = await asyncio.to_thread(self._steps(request).infos)
-        return Response(
-            TypeAdapter(list[CheckpointInfo]).dump_json(infos), media_type="application/json"
+        return _infos(await asyncio.to_thread(self._steps(request).infos))
+
+    async def history(self, request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._steps(request).history))
+
+    async def prune(self, request: Request) -> Response:
+        wanted = parse(PruneRequest, await request.body())
+        in_use = self.runtime.steps_in_use(_name(request))
+        steps, dry_run = self._steps(request), wanted.dry_run
+        return _infos(
+            await asyncio.to_thread(prune, steps, wanted.retention, keep=in_use, dry_run=dry_run)
         )
 
     async def delete_checkpoint(self, request: Request) -> Response:
@@ -316,6 +328,11 @@ class Gate:
             "was done. Send fewer trajectories in one call, or start the server with a higher "
             "--max-body."
         )
+
+
+def _infos(infos: list[CheckpointInfo]) -> Response:
+    content = TypeAdapter(list[CheckpointInfo]).dump_json(infos)
+    return Response(content, media_type="application/json")
 
 
 def _name(request: Request) -> ModelName:

@@ -362,6 +362,30 @@ async def test_what_is_logged_is_found_again(
         await model.log(metrics={"reward": 1.0}, step=9)
 
 
+async def test_the_history_outlives_the_steps(
+    backend: art.Backend, model: art.TrainableModel
+) -> None:
+    steps = backend.checkpoints(model)
+    for seed in range(3):
+        await backend.train(model, as_groups(batch(model.full_name, seed)))
+    await model.log(metrics={"reward": 0.5}, step=1)
+    fork = await steps.fork(f"tests/{uuid4().hex}", 2)
+    keep = art.Retention(keep_last=1)
+    assert [info.step for info in await steps.prune(keep, dry_run=True)] == [1]
+    assert len(await steps.list()) == 4
+    assert [info.step for info in await steps.prune(keep)] == [1]
+    assert [info.step for info in await steps.list()] == [0, 2, 3]
+    rows = await model.history()
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (0, "init"), (1, "train"), (2, "train"), (3, "train")
+    ]  # fmt: skip
+    assert rows[1]["val/reward"] == 0.5
+    assert rows[1]["grad_norm"] > 0
+    assert fork.step == 2
+    with pytest.raises(NotFoundError, match="No step has the metric 'val/score'"):
+        await steps.prune(art.Retention(keep_best="val/score"))
+
+
 async def test_an_adapter_in_the_store_is_a_plain_peft_folder(
     server: ServerProcess,
     client: openai.AsyncOpenAI,
