@@ -1,4 +1,4 @@
-"""A login on another machine by fabric, as the user's own ssh would make it, and box.py run there.
+"""A login on another machine by fabric, as the user's own ssh would make it; scripts run there.
 
 `ssh -G` says what the user's configuration means for a host, so that whatever `ssh HOST` respects
 is respected here. Host keys are strict: one that is not known, or another one, ends the login.
@@ -18,7 +18,7 @@ from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from .errors import ConfigError, NotFoundError, ProviderError
@@ -32,7 +32,9 @@ CONNECT_SECONDS = 15.0
 SILENCE_SECONDS = 60.0
 """How long the other side may take for its next word."""
 NOTHING_OF_THAT_NAME = 3
-"""Exit code of box.py."""
+"""Exit code of servers.py."""
+
+Script = Literal["prepare.py", "servers.py"]
 
 
 @asynccontextmanager
@@ -59,22 +61,24 @@ class Login:
         self.route = route
         self._connection = connection
 
-    async def box(self, *arguments: str, stdin: str = "", silence: float = SILENCE_SECONDS) -> Any:
-        """Run launch/ssh/box.py there and return its answer.
+    async def run(
+        self, script: Script, *arguments: str, stdin: str = "", silence: float = SILENCE_SECONDS
+    ) -> Any:
+        """Run a script of launch/ssh there and return its answer.
 
         Raises:
             NotFoundError: there is nothing of the name that was asked for.
             ProviderError: it failed, or the connection broke; the message names the host.
         """
-        channel = await self._start(arguments, stdin, silence)
+        channel = await self._start(script, arguments, stdin, silence)
         with _failures(self.route):
             output, errors = await asyncio.to_thread(_read, channel)
         self._check(channel, errors)
         return json.loads(output) if output else None
 
-    async def lines(self, *arguments: str) -> AsyncIterator[str]:
-        """Run box.py and give what it prints as it comes. It ends when nobody listens any more."""
-        channel = await self._start(arguments, "", None)
+    async def lines(self, script: Script, *arguments: str) -> AsyncIterator[str]:
+        """Run a script there and give what it prints as it comes."""
+        channel = await self._start(script, arguments, "", None)
         with _failures(self.route), channel.makefile("r") as output:
             while line := await asyncio.to_thread(output.readline):
                 yield line.rstrip("\n")
@@ -82,7 +86,7 @@ class Login:
 
     async def put(self, wheel: Path, key: str) -> str:
         """Copy a wheel there, into a folder of its own, and return its path."""
-        target = f"{(await self.box('wheels', key))['path']}/{wheel.name}"
+        target = f"{(await self.run('prepare.py', 'wheels', key))['path']}/{wheel.name}"
 
         def copy() -> None:
             partial = f"{target}.{uuid4().hex}"
@@ -94,12 +98,12 @@ class Login:
         return target
 
     async def _start(
-        self, arguments: tuple[str, ...], stdin: str, silence: float | None
+        self, script: Script, arguments: tuple[str, ...], stdin: str, silence: float | None
     ) -> paramiko.Channel:
         def run() -> paramiko.Channel:
             channel: paramiko.Channel = self._connection.create_session()
             channel.settimeout(silence)
-            channel.exec_command(shlex.join(["python3", "-c", _box(), *arguments]))
+            channel.exec_command(shlex.join(["python3", "-c", _text(script), *arguments]))
             channel.sendall(stdin.encode())
             channel.shutdown_write()
             return channel
@@ -118,12 +122,12 @@ class Login:
                 f"3.8 or newer, so that this works: {_by_hand(self.route)} python3 -V"
             )
         if code:
-            raise ProviderError(f"{self.route.host}: {message or f'box.py ended with code {code}'}")
+            raise ProviderError(f"{self.route.host}: {message or f'it ended with code {code}'}")
 
 
 @cache
-def _box() -> str:
-    return (files("art_cloud") / "launch" / "ssh" / "box.py").read_text()
+def _text(script: Script) -> str:
+    return (files("art_cloud") / "launch" / "ssh" / script).read_text()
 
 
 def _read(channel: paramiko.Channel) -> tuple[bytes, bytes]:

@@ -1,6 +1,6 @@
 """Machines that you can log in to: the server as a process there that outlives the login.
 
-What happens on the machine is `launch/ssh/box.py`; this module decides which machine, and says
+What happens on the machine is in `launch/ssh`; this module decides which machine, and says
 what went wrong in words. It keeps no record: hosts are those of the recorded clusters, and those of
 the file `<home>/ssh-hosts`.
 """
@@ -37,7 +37,7 @@ from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
 INSTALL_SECONDS = 1500.0
 STOP_SECONDS = 90.0
-"""Above what box.py gives a server to end."""
+"""Above what servers.py gives a server to end."""
 INSTALLED_BYTES = 10e9
 """What an environment takes, with torch for a GPU."""
 LOCK_POLL_SECONDS = 0.1
@@ -116,7 +116,7 @@ class SSHProvider:
     async def endpoint(self, name: str) -> Endpoint:
         async with login(await _route_of(name)) as there:
             while True:
-                answer = await there.box("endpoint", name)
+                answer = await there.run("servers.py", "endpoint", name)
                 if answer["state"] == "running":
                     return Endpoint(url=answer["url"], ssh=there.route)
                 if answer["state"] == "ended":
@@ -150,7 +150,9 @@ class SSHProvider:
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
         async with login(await _route_of(name)) as there:
-            async for line in there.lines("log", name, *(["--follow"] if follow else [])):
+            async for line in there.lines(
+                "servers.py", "log", name, *(["--follow"] if follow else [])
+            ):
                 yield line
 
 
@@ -232,7 +234,9 @@ async def _ask_all(routes: list[SSHRoute]) -> tuple[list[_Answer], dict[str, str
     async def ask(route: SSHRoute) -> _Answer | ProviderError:
         try:
             async with login(route) as there:
-                return _Answer.model_validate({"route": route, **await there.box("list")})
+                return _Answer.model_validate(
+                    {"route": route, **await there.run("servers.py", "list")}
+                )
         except ProviderError as error:
             return error
 
@@ -251,16 +255,16 @@ async def _launch(
     there: Login, spec: ClusterSpec, options: Options, name: str, *, alone: bool
 ) -> None:
     host = there.route.host
-    servers = (await there.box("list"))["servers"]
+    servers = (await there.run("servers.py", "list"))["servers"]
     state = next((server for server in servers if server["name"] == name), None)
     if state is None:
-        has = await there.box("check", *([options.python] if options.python else []))
+        has = await there.run("prepare.py", "check", *([options.python] if options.python else []))
         _refuse_unfit(host, has, options)
         say(f"{host}: {describe(has)}")
         python = options.python or await _install(there, spec, has)
         arguments = [*(["--if-free"] if alone else []), name, python, *spec.server_arguments(name)]
         secrets = json.dumps(spec.server_environment())
-        state = await there.box("start", *arguments, stdin=secrets)
+        state = await there.run("servers.py", "start", *arguments, stdin=secrets)
     if state["state"] == "busy":
         raise ProviderError(f"{host} has a server already: {', '.join(state['with'])}.")
     if state["owner"] != hashlib.sha256(spec.token.get_secret_value().encode()).hexdigest():
@@ -289,7 +293,7 @@ def _refuse_unfit(host: str, has: dict[str, Any], options: Options) -> None:
 
 
 def describe(has: dict[str, Any]) -> str:
-    """What box.py found on a machine, in a line."""
+    """What prepare.py found on a machine, in a line."""
     gpus = [f"{gpu['name']} ({gpu['memory']}, driver {gpu['driver']})" for gpu in has["gpus"]]
     none = f"no GPU ({has['gpu_problem']})" if has["gpu_problem"] else "no GPU"
     return (
@@ -315,7 +319,7 @@ async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
         say(f"{there.route.host}: installing art-cloud[{extras}] {what.key}, once for all clusters")
         wheel = await there.put(what.wheel, what.key) if what.wheel else None
     requirement = what.requirement(extras, wheel)
-    answer = await there.box("install", key, requirement, silence=INSTALL_SECONDS)
+    answer = await there.run("prepare.py", "install", key, requirement, silence=INSTALL_SECONDS)
     return str(answer["python"])
 
 
@@ -339,7 +343,7 @@ def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
 
 async def _stop(route: SSHRoute, name: str) -> None:
     async with login(route) as there:
-        await there.box("stop", name, silence=STOP_SECONDS)
+        await there.run("servers.py", "stop", name, silence=STOP_SECONDS)
 
 
 @asynccontextmanager

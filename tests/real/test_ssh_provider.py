@@ -152,11 +152,13 @@ async def test_all_of_it_is_installed_in_an_empty_home(
         await provider.terminate("one")
 
         async with login(box.route) as there:  # once
-            [key] = (await there.box("check"))["environments"]
-            again = await there.box("install", key, "no-such-requirement")
+            [key] = (await there.run("prepare.py", "check"))["environments"]
+            again = await there.run("prepare.py", "install", key, "no-such-requirement")
             assert again == {"python": str(python)}
-            with pytest.raises(ProviderError, match=r"(?s)gpu-box: .*pip install.*failed:.*such.whl"):
-                await there.box("install", "other", "not-a-package @ file:///no/such.whl")
+            with pytest.raises(ProviderError, match=r"(?s)gpu-box: .*install.*failed:.*such.whl"):
+                await there.run(
+                    "prepare.py", "install", "other", "not-a-package @ file:///no/such.whl"
+                )
         assert box.processes() == []
 
 
@@ -250,7 +252,7 @@ async def test_hosts_from_a_file(tmp_path: Path) -> None:
     [
         ({"gpu": "H100"}, r"gpu-box shows no GPU H100: it has none"),
         ({"min_memory_gb": 1e6}, r"gpu-box has .* GB of memory left, and 1e\+06 are asked for"),
-        ({"python": "/no/python"}, "gpu-box: /no/python can't be run: No such file"),
+        ({"python": "/no/python"}, "gpu-box: /no/python: No such file"),
         ({"python": "/usr/bin/python3"}, r"gpu-box: /usr/bin/python3 has no art-cloud\[server\]"),
     ],
 )
@@ -308,7 +310,7 @@ async def test_a_host_key_that_is_not_known_is_not_accepted(box: Box) -> None:
     with box.config.open("a") as config:
         config.write("  HostKeyAlias compute.17\n")
     async with login(box.route) as there:
-        assert (await there.box("list"))["servers"] == []
+        assert (await there.run("servers.py", "list"))["servers"] == []
 
 
 async def test_a_key_that_is_not_taken(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +345,7 @@ async def test_the_user_s_own_ssh_configuration_counts(box: Box, tmp_path: Path)
     )
     for host in ("gpu-box", "behind"):
         async with login(SSHRoute(host=host, config=str(config))) as there:
-            assert (await there.box("check"))["gpus"] == []
+            assert (await there.run("prepare.py", "check"))["gpus"] == []
     config.write_text("Nonsense yes\n")
     with pytest.raises(ConfigError, match=r"(?s)ssh does not take 'gpu-box': .*nonsense"):
         async with login(SSHRoute(host="gpu-box", config=str(config))):
@@ -378,7 +380,7 @@ async def test_one_that_ignores_the_signal_is_killed(box: Box) -> None:
     [server] = box.processes()
     server.suspend()
     async with login(box.route) as there:
-        assert await there.box("stop", "one", "--grace", "0.2") == {"ended": True}
+        assert await there.run("servers.py", "stop", "one", "--grace", "0.2") == {"ended": True}
     assert await provider.list() == []
 
 
@@ -387,7 +389,7 @@ async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
 
     async def install() -> None:
         async with login(box.route) as there:
-            await there.box("install", "key", "nothing", silence=600)
+            await there.run("prepare.py", "install", "key", "nothing", silence=600)
 
     locked = box.home / ".art-cloud" / "envs" / "key.lock"
     locked.parent.mkdir(parents=True)
