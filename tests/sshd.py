@@ -150,7 +150,7 @@ class Sshd:
     def _sessions(self) -> list[psutil.Process]:
         assert self._process is not None
         children = psutil.Process(self._process.pid).children(recursive=True)
-        return [child for child in children if child.name().startswith("sshd")]
+        return [child for child in children if is_sshd(child)]
 
 
 class NamespaceSshd(Sshd):
@@ -240,6 +240,12 @@ def make_key(path: Path) -> None:
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
+
+
+def is_sshd(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.name().startswith("sshd")
+    return False
 
 
 def kill(processes: list[psutil.Process]) -> None:
