@@ -20,7 +20,14 @@ from . import fleet
 from .attached import AttachedBackend, Replace
 from .backend import Backend
 from .durations import parse_deadline, parse_duration
-from .errors import ConfigError, ConflictError, IncompleteListError, LaunchError, NotFoundError
+from .errors import (
+    ConfigError,
+    ConflictError,
+    IncompleteListError,
+    LaunchError,
+    NoMachineError,
+    NotFoundError,
+)
 from .money import choose
 from .names import whole_path
 from .phases import phase, phases_of
@@ -162,7 +169,7 @@ class Up:
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
                 self._backend = await _start(provider, record, fresh=fresh, on_loss=self._on_loss)
-        except ConflictError:  # what runs is not what this process started
+        except (ConflictError, NoMachineError):  # this process started nothing
             if self._own is not None:
                 registry.remove(self._own)
             raise

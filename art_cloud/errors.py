@@ -30,6 +30,7 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
     ├── AnswerError                  a judge or a generator gave no answer that can be used
     └── ProviderError
         ├── LaunchError              the machine or its server did not come up
+        │   └── NoMachineError       no machine could be had: nothing was started
         └── IncompleteListError      some machines can't tell what runs there; others did
 """
 
@@ -162,6 +163,10 @@ class ProviderError(ArtCloudError):
 
 class LaunchError(ProviderError):
     code = "launch_failed"
+
+
+class NoMachineError(LaunchError):
+    code = "no_machine"
 
 
 class IncompleteListError(ProviderError):

@@ -37,6 +37,16 @@ NOTHING_OF_THAT_NAME = 3
 Script = Literal["prepare.py", "servers.py"]
 
 
+def require_ssh() -> None:
+    """Raises `ConfigError` if what ssh needs is not installed here."""
+    if missing := [module for module in ("fabric", "asyncssh") if find_spec(module) is None]:
+        raise ConfigError(
+            f"ssh needs {', '.join(missing)}, not installed here. Run: pip install 'art-cloud[ssh]'"
+        )
+    if shutil.which("ssh") is None:
+        raise ConfigError("There is no ssh here. Install OpenSSH's client.")
+
+
 @asynccontextmanager
 async def login(route: SSHRoute) -> AsyncIterator[Login]:
     """Log in to the machine.
@@ -45,8 +55,7 @@ async def login(route: SSHRoute) -> AsyncIterator[Login]:
         ConfigError: fabric is not installed, or ssh does not understand its configuration.
         ProviderError: it does not answer, refuses the key, or has another key than is known.
     """
-    if find_spec("fabric") is None:
-        raise ConfigError("ssh needs fabric. Run: pip install 'art-cloud[ssh]'")
+    require_ssh()
     connection = await asyncio.to_thread(_connection, route)
     try:
         with _failures(route):
@@ -136,9 +145,7 @@ def _read(channel: paramiko.Channel) -> tuple[bytes, bytes]:
 
 def _settings(route: SSHRoute) -> dict[str, list[str]]:
     """What the user's ssh would do for this host: every setting with its values."""
-    ssh = shutil.which("ssh")
-    if ssh is None:
-        raise ConfigError("There is no ssh here. Install OpenSSH's client.")
+    ssh = shutil.which("ssh") or "ssh"
     config = ["-F", route.config] if route.config else []
     found = subprocess.run(
         [ssh, *config, "-G", "--", route.host], capture_output=True, text=True, check=False

@@ -26,12 +26,13 @@ from ..errors import (
     ConflictError,
     IncompleteListError,
     LaunchError,
+    NoMachineError,
     NotFoundError,
     ProviderError,
 )
 from ..progress import say
 from ..registry import Registry, home
-from ..ssh_login import Login, login
+from ..ssh_login import Login, login, require_ssh
 from ..wheel import source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
@@ -83,6 +84,7 @@ def default_hosts() -> Path:
 class SSHProvider:
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
         """One for each host. Nobody is asked."""
+        require_ssh()
         options = _options(spec)
         price = options.price_per_hour
         return [
@@ -95,7 +97,8 @@ class SSHProvider:
 
         Raises:
             ConflictError: a server of that name runs there that was started from elsewhere.
-            LaunchError: no host can; the message says of each why.
+            NoMachineError: no host can; the message says of each why.
+            LaunchError: the connection broke while it was started: it may run.
         """
         options = _options(spec)
         routes = _chosen(options)
@@ -109,9 +112,11 @@ class SSHProvider:
                     async with login(route) as there:
                         await _launch(there, spec, options, name, alone=len(routes) > 1)
                     return
+                except LaunchError:
+                    raise
                 except ProviderError as error:
                     refusals.append(str(error))
-        raise LaunchError("\n".join(refusals))
+        raise NoMachineError("\n".join(refusals))
 
     async def endpoint(self, name: str) -> Endpoint:
         async with login(await _route_of(name)) as there:
@@ -264,7 +269,10 @@ async def _launch(
         python = options.python or await _install(there, spec, has)
         arguments = [*(["--if-free"] if alone else []), name, python, *spec.server_arguments(name)]
         secrets = json.dumps(spec.server_environment())
-        state = await there.run("servers.py", "start", *arguments, stdin=secrets)
+        try:
+            state = await there.run("servers.py", "start", *arguments, stdin=secrets)
+        except ProviderError as error:
+            raise LaunchError(str(error)) from error
     if state["state"] == "busy":
         raise ProviderError(f"{host} has a server already: {', '.join(state['with'])}.")
     if state["owner"] != hashlib.sha256(spec.token.get_secret_value().encode()).hexdigest():

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import art_cloud as art
 from art_cloud import fleet
 from art_cloud.cli import app
-from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
+from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
 from art_cloud.providers import ClusterSpec, SSHRoute, get_provider
 from art_cloud.providers.ssh import default_hosts
 from art_cloud.registry import Registry
@@ -209,7 +209,7 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
         await provider.launch(record.spec, name)
         await provider.launch(record.spec, name)  # finds it where it is
     record, _ = Registry().claim("three", spec(pool))
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(NoMachineError) as caught:
         await provider.launch(record.spec, "three")
     for reason in ("off does not answer", "first has a server already: one", "second has a server"):
         assert reason in str(caught.value)
@@ -259,8 +259,15 @@ async def test_hosts_from_a_file(tmp_path: Path) -> None:
 async def test_a_box_that_does_not_fit_says_why(
     box: Box, option: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(LaunchError, match=message):
+    with pytest.raises(NoMachineError, match=message):
         await get_provider("ssh").launch(spec({**box.asked, **option}), "one")
+
+
+async def test_a_host_that_there_is_not_leaves_nothing_recorded(box: Box) -> None:
+    asked = {**box.asked, "host": "no-such-host.invalid"}
+    with pytest.raises(NoMachineError, match=r"no-such-host\.invalid does not answer"):
+        await art.up("ssh", name="one", store="s3://bucket/art", **asked)
+    assert Registry().list() == []
 
 
 async def test_one_that_another_started_is_left_alone(
