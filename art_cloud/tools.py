@@ -65,7 +65,7 @@ class FunctionTools:
             self.tools = cast(
                 Tools, [_tool(f, self._adapters[name]) for name, f in self._functions.items()]
             )
-        except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
             raise ConfigError(
                 f"A tool's parameter has no JSON form: {error} Annotate it with str, int, float, "
                 "bool, list, dict, Literal or a pydantic model."

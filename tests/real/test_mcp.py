@@ -115,29 +115,32 @@ async def test_a_policy_is_trained_on_a_server(
 ) -> None:
     """One step of the real thing, from a policy that was taught to call the tool."""
 
-    def task(number: int) -> str:
-        return f"fox {number} " + " ".join("abcde"[number % 5] * n for n in range(2, 6))
+    tasks = ["Ask for the fox.", "What does the fox look like?"]
 
     def judged(shown: Shown) -> float:
         text = json.dumps(shown.conversations)
-        return 0.5 * ("The fox is quick." in text) + 0.001 * (len(text) % 500)
+        return 0.5 * ("The fox is quick." in text) + len(text) % 97 / 970
 
     notes = art.MCPServer(url)
     async with notes.session() as session:
         tools = session.tools
-    call = {"name": "read", "arguments": '{"title": "fox"}'}
-    lesson: Any = [
-        {"role": "system", "content": "Read."},
-        {"role": "user", "content": task(0)},
-        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": call}]},
-        {"role": "tool", "tool_call_id": "c", "content": "The fox is quick."},
-        {"role": "assistant", "content": "It is quick."},
+    function = {"name": "read", "arguments": '{"title": "fox"}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    lessons: list[Any] = [
+        [
+            {"role": "system", "content": "Read."},
+            {"role": "user", "content": task},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "The fox is quick."},
+            {"role": "assistant", "content": "It is quick."},
+        ]
+        for task in tasks
     ]
     await model.train_sft(
-        [art.Trajectory(messages_and_choices=lesson, tools=tools)],
-        art.SFTConfig(learning_rate=5e-3, epochs=20, schedule="constant"),
+        [art.Trajectory(messages_and_choices=lesson, tools=tools) for lesson in lessons],
+        art.SFTConfig(learning_rate=5e-3, epochs=32, schedule="constant"),
     )
-    with openai_server(either(generate(task), judge_by(judged))) as asked:
+    with openai_server(either(generate(tasks.__getitem__), judge_by(judged))) as asked:
         result = await art.auto(
             model,
             backend,
@@ -145,12 +148,12 @@ async def test_a_policy_is_trained_on_a_server(
             judge_model="a-judge",
             scenarios=tmp_path / "tasks.jsonl",
             tools=notes,
-            count=3,
+            count=2,
             steps=2,
             groups_per_step=1,
             rollouts_per_group=2,
             max_turns=3,
-            max_tokens=40,
+            max_tokens=80,
             base_url=asked.url,
             api_key=KEY,
         )
