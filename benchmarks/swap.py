@@ -5,12 +5,15 @@ by vLLM, compared with the trainer (the canary), made durable in the store, told
 the first token of a stream by the new step has come through the gateway. The peer is the same vLLM
 driven by hand, as one does without a server like ours: `save_pretrained` of a PEFT model with an
 adapter of the same size, `POST /v1/load_lora_adapter` from a new path, first token of a stream.
-Both sides take turns.
+`peer_durable` is the same with what a step of ours is too: the optimizer's state is saved beside
+the adapter, and all of it is on the disk (fsync) before the adapter is served. `canary` is the part
+of ours in which the engine is asked for the probe. All take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import sys
@@ -30,14 +33,20 @@ import art_cloud as art
 from art_cloud.config import LoRAConfig
 
 STEPS, WARM_UP = 40, 3
-PROMPT: dict[str, Any] = {"prompt": list(range(10, 42)), "max_tokens": 4, "stream": True}
+PROMPT: dict[str, Any] = {"prompt": list(range(10, 42)), "max_tokens": 1, "stream": True}
 
 
-def make_peer(folder: Path) -> PeftModel:
+def make_peer(folder: Path) -> tuple[PeftModel, torch.optim.AdamW]:
     lora = LoRAConfig()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    weights = [weight for weight in adapted.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    return adapted, optimizer
 
 
 async def first_token(session: aiohttp.ClientSession, name: str) -> None:
@@ -65,10 +74,23 @@ async def ours(servers: Servers, rng: random.Random) -> float:
     return time.monotonic() - float((servers.scratch / "stepped").read_text())
 
 
-async def peer(servers: Servers, model: PeftModel, step: int) -> float:
-    folder, name = servers.scratch / "by-hand" / str(step), f"by-hand-{step}"
+def sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+async def peer(
+    servers: Servers, model: PeftModel, step: str, optimizer: torch.optim.AdamW | None = None
+) -> float:
+    """Durable if the optimizer is given."""
+    folder, name = servers.scratch / "by-hand" / step, f"by-hand-{step}"
     start = time.monotonic()
     model.save_pretrained(folder)
+    if optimizer is not None:
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        sync(folder)
     body = {"lora_name": name, "lora_path": str(folder)}
     async with servers.vllm.post("/v1/load_lora_adapter", json=body) as answer:
         assert answer.status == 200, await answer.text()
@@ -85,13 +107,15 @@ def quantile(values: list[float], share: float) -> float:
 
 async def main() -> None:
     rng = random.Random(0)
-    taken: dict[str, list[float]] = {"ours": [], "peer": []}
+    taken: dict[str, list[float]] = {side: [] for side in ("ours", "peer", "durable", "canary")}
     with tempfile.TemporaryDirectory() as scratch:
         async with Servers(Path(scratch)) as servers:
-            model = make_peer(servers.folder)
+            model, optimizer = make_peer(servers.folder)
             for step in range(WARM_UP + STEPS):
                 seconds = {"ours": await ours(servers, rng)}
-                seconds["peer"] = await peer(servers, model, step)
+                seconds["canary"] = float((servers.scratch / "canary").read_text())
+                seconds["peer"] = await peer(servers, model, str(step))
+                seconds["durable"] = await peer(servers, model, f"{step}-durable", optimizer)
                 if step >= WARM_UP:
                     for side, took in seconds.items():
                         taken[side].append(took * 1000)
@@ -108,6 +132,9 @@ async def main() -> None:
         "ms",
         ours_p99=round(quantile(taken["ours"], 0.99), 1),
         peer_p99=round(quantile(taken["peer"], 0.99), 1),
+        peer_durable=round(p50["durable"], 1),
+        ratio_durable=round(p50["durable"] / p50["ours"], 2),
+        canary=round(p50["canary"], 1),
         steps=STEPS,
     )
 

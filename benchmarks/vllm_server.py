@@ -23,12 +23,14 @@ STARTING_SECONDS = 180.0
 
 
 def _serve(scratch: Path, arguments: list[str], token: str) -> None:
-    """The server, which also says where its vLLM is and when an optimizer step has ended."""
+    """The server, which also says where its vLLM is, when an optimizer step has ended, and how long
+    the canary took (seconds)."""
     from art_server.__main__ import main
+    from art_server.canary import Canary
     from art_server.inference.vllm_process import VllmProcess
     from art_server.training import Trainer
 
-    start, optim_step = VllmProcess.start, Trainer.optim_step
+    start, optim_step, sample = VllmProcess.start, Trainer.optim_step, Canary.sample
 
     async def start_and_tell(self: VllmProcess) -> None:
         await start(self)
@@ -40,6 +42,13 @@ def _serve(scratch: Path, arguments: list[str], token: str) -> None:
         (scratch / "stepped").write_text(repr(time.monotonic()))
         return metrics
 
+    async def sample_and_tell(self: Canary, *args: Any) -> Any:
+        started = time.monotonic()
+        sampled = await sample(self, *args)
+        (scratch / "canary").write_text(repr(time.monotonic() - started))
+        return sampled
+
+    Canary.sample = sample_and_tell
     VllmProcess.start = start_and_tell
     Trainer.optim_step = step_and_tell
     with (scratch / "server.log").open("ab") as log:

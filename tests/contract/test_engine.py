@@ -389,6 +389,9 @@ async def test_a_prompt_over_the_context_says_both_numbers(engine):
         await engine.create(TEXT, text([5] * 600), None)
     with pytest.raises(ContextLengthError, match=rf"500 tokens.*{CONTEXT}"):
         await engine.create(TEXT, text([5] * 500, max_tokens=13), None)
+    for route, body in ((TEXT, text("x " * 100)), (CHAT, chat("x " * 100))):
+        with pytest.raises(ContextLengthError, match=rf"{CONTEXT}.*{CONTEXT}.*Shorten"):
+            await engine.create(route, body | {"max_tokens": CONTEXT}, None)
     full = chat("x " * 100, max_tokens=None, ignore_eos=True)
     choice = (await engine.create(CHAT, full, None))["choices"][0]
     assert choice["finish_reason"] == "length"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
+import torch
+from art_server.canary import TOLERANCES
 from art_server.inference import VllmEngine
 
 from art_cloud.errors import ConfigError, ServerUnavailableError
@@ -81,6 +84,25 @@ async def test_a_swap_loses_none_of_32_in_flight(engine, adapters, reference):
             assert sample["policy"] == answer["model"] == policy
             assert len(sample["completion_ids"]) == 60
             assert reference.error(sample) < EXACT
+
+
+@pytest.mark.parametrize("alias", ["reused", "new"])
+async def test_other_weights_under_the_name_and_path_of_former_ones(
+    engine, adapters, reference, tmp_path, alias
+):
+    """vLLM's prefix cache goes by name and path: where both come again, its answer is of neither
+    weights, and by more than the canary lets pass. So no alias does."""
+    folder, prompt = tmp_path / "adapter", {"model": "m", "prompt": list(range(10, 310))}
+    for source in ("p/m@1", "p/m@2"):
+        shutil.copytree(adapters[source], folder, dirs_exist_ok=True)
+        await engine.load("p/again@1", folder)
+        answer = await engine.create("completions", prompt, "p/again@1")
+        await engine.unload("p/again@1")
+        if alias == "reused":
+            engine._loads -= 1
+    engine._loads += 2  # further tests get new ones
+    error = reference.error(answer["choices"][0]["sample"] | {"policy": source})
+    assert error < EXACT if alias == "new" else error > TOLERANCES[torch.float32]
 
 
 async def test_it_sleeps_while_the_memory_is_the_trainers(engine):

@@ -36,8 +36,12 @@ async def model(server: ServerProcess, tiny_model: Path) -> art.TrainableModel:
 
 def vllm_processes(server: ServerProcess) -> list[psutil.Process]:
     found = psutil.Process(server.pid).children(recursive=True)
-    assert any("vllm_main" in "".join(process.cmdline()) for process in found)
+    assert any(is_vllm(process) for process in found)
     return found
+
+
+def is_vllm(process: psutil.Process) -> bool:
+    return "vllm_main" in "".join(process.cmdline())
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -81,14 +85,28 @@ async def test_it_learns_from_what_vllm_sampled(
     assert not alive(processes)
 
 
-async def test_nothing_is_left_when_the_server_is_killed(server: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    "victims", [["server"], ["vllm", "server"], ["server", "vllm"], ["vllm", "restart", "server"]]
+)
+async def test_nothing_is_left_whoever_is_killed(server: ServerProcess, victims: list[str]) -> None:
     processes = vllm_processes(server)
+    assert any("EngineCore" in "".join(process.cmdline()) for process in processes)
+    [vllm] = [process for process in processes if process.ppid() == server.pid and is_vllm(process)]
     [socket] = {
         Path(arguments[arguments.index("--uds") + 1])
         for arguments in (process.cmdline() for process in processes)
         if "--uds" in arguments
     }
     assert socket.exists()
-    server.kill()
+    parent = psutil.Process(server.pid)
+    for victim in victims:
+        if victim == "server":
+            server.process.kill()
+        elif victim == "vllm":
+            vllm.kill()
+        else:
+            wait_until(lambda: any(is_vllm(c) for c in alive(parent.children()) if c != vllm))
+            processes += parent.children(recursive=True)
+    server.ended()
     wait_until(lambda: not alive(processes), 20)
     assert not socket.parent.exists()

@@ -6,7 +6,8 @@ what its client did not ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,6 +272,23 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if kept.get("tool_calls"):
         kept["content"] = kept.get("content", "").rstrip() or None
     return {"role": "assistant", "content": None, "refusal": None} | kept
+
+
+def known_parameters(schema: Mapping[str, Any], route: Route) -> frozenset[str]:
+    """The names that vLLM's OpenAPI schema has for a route's body."""
+    body = schema["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]
+    name = body["schema"]["$ref"].rpartition("/")[2]
+    return frozenset(schema["components"]["schemas"][name]["properties"])
+
+
+async def events(parts: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The data of a stream of server-sent events, up to `[DONE]`."""
+    pending = b""
+    async for part in parts:
+        *lines, pending = (pending + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
 
 
 def refused(status: int, error: Mapping[str, Any]) -> InvalidRequestError:

@@ -27,7 +27,7 @@ from art_cloud.errors import (
 
 from .adapters import check_adapter, check_shapes
 from .engine import EngineStats, Route, not_loaded
-from .vllm_bodies import Call, prepare, refused
+from .vllm_bodies import Call, events, known_parameters, prepare, refused
 from .vllm_process import BASE, VllmProcess, VllmSettings
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class VllmEngine:
     ) -> dict[str, Any]:
         call = self._prepare(route, body, policy, stream=False)
         async with self._send(call, policy) as response:
-            answer = call.whole(await _json(response))
+            answer = call.whole(json.loads(await response.read()))
         self._tokens_generated += answer["usage"]["completion_tokens"]
         return answer
 
@@ -173,7 +173,7 @@ class VllmEngine:
     ) -> AsyncGenerator[dict[str, Any], None]:
         call = self._prepare(route, body, policy, stream=True)
         async with self._send(call, policy) as response:
-            async for event in _events(response):
+            async for event in events(response.content.iter_any()):
                 if "error" in event:
                     raise ServerError(f"vLLM failed while it answered: {event['error']}.")
                 for chunk in call.chunks(event):
@@ -357,8 +357,8 @@ class VllmEngine:
         await self._process.start()
         self._session = self._process.session()
         async with self._session.get("/openapi.json") as response:
-            schema = await _json(response)
-        self._known = {route: _parameters(schema, route) for route in ROUTES}
+            schema = json.loads(await response.read())
+        self._known = {route: known_parameters(schema, route) for route in ROUTES}
         for adapter in self._adapters.values():
             await self._load(adapter)
 
@@ -390,24 +390,3 @@ class VllmEngine:
                 log.error("start %d of %d failed: %s", attempt + 1, STARTS, error)
                 failure: Exception = error
         self._ended = ServerUnavailableError(f"vLLM does not come back. {failure}")
-
-
-async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    return json.loads(await response.read())
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The data of a stream of server-sent events, up to `[DONE]`."""
-    pending = b""
-    async for part in response.content.iter_any():
-        *lines, pending = (pending + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
-
-
-def _parameters(schema: dict[str, Any], route: Route) -> frozenset[str]:
-    """The names that this vLLM's schema has for a route's body."""
-    body = schema["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]
-    name = body["schema"]["$ref"].rpartition("/")[2]
-    return frozenset(schema["components"]["schemas"][name]["properties"])

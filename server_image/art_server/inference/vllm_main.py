@@ -1,13 +1,15 @@
 """Stock vLLM, with what it lacks for us. Run by vLLM's own Python: it imports nothing of ours.
 
-It ends when its standard input does: the one who started it holds the other end, so that nothing is
-left whatever kills that process. Its logprobs are those of the temperature that was sampled at. And
-on a CPU the base model stays itself beside adapters.
+Each of its processes ends when its parent does, or its standard input, of which the one who started
+vLLM holds the other end: nothing is left whatever kills that process, or one of these, or both.
+Its logprobs are those of the temperature that was sampled at. What does not fit into the context is
+refused. And on a CPU the base model stays itself beside adapters.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -16,18 +18,20 @@ from typing import Any
 
 
 def end_with_parent(socket: str) -> None:
-    """Kill this process group once standard input is at its end, and remove the socket."""
+    """Kill this process group, and remove the socket, once the parent of this process is gone, or
+    whoever holds the other end of standard input.
+
+    All processes that vLLM spawns have the same standard input, and import this module.
+    """
+    parent = os.pidfd_open(os.getppid())
 
     def wait() -> None:
-        while os.read(0, 1):
-            pass
+        select.select([0, parent], [], [])
         with suppress(OSError):
             os.unlink(socket)
             os.rmdir(os.path.dirname(socket))
         os.killpg(0, signal.SIGKILL)
 
-    if os.getpgrp() != os.getpid():
-        raise SystemExit("vllm_main needs a process group of its own: start it with setpgid.")
     threading.Thread(target=wait, daemon=True, name="parent").start()
 
 
@@ -77,6 +81,30 @@ def free_base_rows() -> None:
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
 
 
+def refuse_too_long() -> None:
+    """Refuse a prompt that leaves less room than max_tokens asks for, as OpenAI does: vLLM would
+    answer with fewer tokens (vllm/entrypoints/serve/utils/api_utils.py)."""
+    from vllm.entrypoints.serve.utils import api_utils
+    from vllm.exceptions import VLLMValidationError
+
+    get_max_tokens = api_utils.get_max_tokens
+
+    def get_all_max_tokens(
+        max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
+    ) -> int:
+        left: int = get_max_tokens(max_model_len, max_tokens, input_length, *args, **kwargs)
+        if max_tokens is not None and max_tokens > left:
+            raise VLLMValidationError(
+                f"The prompt has {input_length} tokens and max_tokens is {max_tokens}, which "
+                f"together exceed the model's context length of {max_model_len}.",
+                parameter="input_tokens",
+                value=input_length,
+            )
+        return left
+
+    api_utils.get_max_tokens = get_all_max_tokens
+
+
 def change() -> None:
     """Also in the processes that vLLM spawns: they import this module, but not as main."""
     from vllm.platforms import current_platform
@@ -86,10 +114,13 @@ def change() -> None:
         free_base_rows()
 
 
-if __name__ == "__main__":
-    end_with_parent(sys.argv[sys.argv.index("--uds") + 1])
+if __name__ == "__main__" and os.getpgrp() != os.getpid():
+    raise SystemExit("vllm_main needs a process group of its own: start it with setpgid.")
+end_with_parent(sys.argv[sys.argv.index("--uds") + 1])
 change()
 if __name__ == "__main__":
+    refuse_too_long()
+
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()
