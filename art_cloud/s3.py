@@ -23,6 +23,7 @@ from uuid import uuid4
 import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from botocore.parsers import ResponseParserError
 from pydantic import SecretStr
 from s3transfer.utils import signal_not_transferring, signal_transferring
 
@@ -35,6 +36,7 @@ from .s3_errors import (
     NOT_THERE,
     REFUSED_CONDITION,
     Translator,
+    check_whole,
     code_of,
 )
 from .s3_transfer import THREADS, S3Object, download, upload
@@ -52,7 +54,11 @@ from .store import (
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef, ObjectTypeDef
+    from mypy_boto3_s3.type_defs import (
+        HeadObjectOutputTypeDef,
+        ListObjectsV2OutputTypeDef,
+        ObjectTypeDef,
+    )
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +134,10 @@ class S3Store:
         with self._errors(f"read {key}"):
             for attempt in range(1, ATTEMPTS + 1):
                 try:
-                    return self._client.get_object(Bucket=self.bucket, Key=name)["Body"].read()
+                    got = self._client.get_object(Bucket=self.bucket, Key=name)
+                    data = got["Body"].read()
+                    check_whole(got.get("ContentLength"), len(data))
+                    return data
                 except BROKEN_BODY:
                     if attempt == ATTEMPTS:
                         raise
@@ -312,7 +321,9 @@ class S3Store:
     def _check_present(self) -> None:
         """That the bucket answers, and says so when asked for what lies under the prefix."""
         with self._errors("open the store"):
-            self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root, MaxKeys=1)
+            self._of_bucket(
+                self._client.list_objects_v2(Bucket=self.bucket, Prefix=self._root, MaxKeys=1)
+            )
 
     def _head(self, name: str) -> HeadObjectOutputTypeDef | None:
         try:
@@ -325,7 +336,13 @@ class S3Store:
     def _items(self, prefix: str) -> Iterator[ObjectTypeDef]:
         paginator = self._client.get_paginator("list_objects_v2")
         for page in paginator.paginate(Bucket=self.bucket, Prefix=prefix):
-            yield from page.get("Contents", [])
+            yield from self._of_bucket(page).get("Contents", [])
+
+    def _of_bucket(self, page: ListObjectsV2OutputTypeDef) -> ListObjectsV2OutputTypeDef:
+        """The page, if it is one: what a proxy answers instead must not read as "empty"."""
+        if page.get("Name") != self.bucket:
+            raise ResponseParserError("no list of this bucket")
+        return page
 
     def _no(self, key: str) -> NotFoundError:
         return NotFoundError(f"{self.url} holds no {key}.")

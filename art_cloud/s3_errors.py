@@ -53,6 +53,12 @@ def code_of(error: ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
+def check_whole(announced: int | None, arrived: int) -> None:
+    """Raise one of `BROKEN_BODY` for an answer that was cut, be it within its headers."""
+    if announced != arrived:
+        raise boto.IncompleteReadError(actual_bytes=arrived, expected_bytes=announced or 0)
+
+
 class Translator:
     """Names the store, its endpoint and what was tried in every error; credentials in none."""
 
@@ -126,7 +132,7 @@ class Translator:
                 f"{failed}: the content was damaged on its way to {self.endpoint}, which refused "
                 "it each time. Check the network and proxies, then repeat."
             )
-        if code in NOT_THERE:
+        if code in NOT_THERE or not code:
             return self._no_s3(what)
         return StoreError(f"{failed}: {self.endpoint} refused {error.operation_name} ({code}).")
 

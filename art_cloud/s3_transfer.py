@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from botocore.exceptions import ClientError
 from s3transfer.utils import ReadFileChunk
 
-from .s3_errors import BROKEN_BODY, DAMAGED, code_of
+from .s3_errors import BROKEN_BODY, DAMAGED, check_whole, code_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -139,6 +139,7 @@ def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Mo
         def fetch(start: int) -> None:
             end, breaks = min(start + PART, size), 0
             while start < end:
+                before = start
                 try:
                     ranged = f"bytes={start}-{end - 1}"
                     got = where.client.get_object(Bucket=where.bucket, Key=where.key, Range=ranged)
@@ -146,9 +147,9 @@ def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Mo
                         os.pwrite(descriptor, chunk, start)
                         start += len(chunk)
                         moved(len(chunk))
-                        breaks = 0
+                    check_whole(end - before, start - before)
                 except BROKEN_BODY:
-                    breaks += 1
+                    breaks = breaks + 1 if start == before else 1
                     if breaks == BREAKS:
                         raise
                     time.sleep(0.1 * 2**breaks)

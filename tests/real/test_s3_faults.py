@@ -49,7 +49,7 @@ def http(status: str, body: bytes) -> Fault:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("art_cloud.s3.ATTEMPTS", 2)
-    monkeypatch.setattr("art_cloud.s3.READ_SECONDS", 1)
+    monkeypatch.setattr("art_cloud.s3.READ_SECONDS", 3)
     monkeypatch.setattr("art_cloud.s3_transfer.BREAKS", 2)
     monkeypatch.setattr("art_cloud.s3_transfer.PART", 5 * MIB)
 
@@ -105,7 +105,8 @@ def raised(kind: type[StoreError], call: Callable[[], object], *words: str) -> N
         (http("400 Bad Request", EXPIRED), StoreAccessError, "have expired"),
         (http("507 Insufficient Storage", FULL), StoreFullError, "no space left"),
         (Fault(refuse=True), StoreUnavailableError, "the connection broke"),
-        (Fault(cut_down=20), StoreUnavailableError, "the connection broke"),
+        (Fault(cut_down=0), StoreUnavailableError, "the connection broke"),
+        (Fault(cut_down=20), StoreUnavailableError, "is no S3 server"),
         (Fault(stall_down=0), StoreUnavailableError, "too slow"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -127,7 +128,7 @@ def test_an_answer_that_is_none_is_told_apart(
         http("500 Internal Server Error", b""),
         Fault(refuse=True),
         Fault(cut_up=100),
-        Fault(cut_down=20),
+        Fault(cut_down=0),
         Fault(stall_down=0),
         Fault(delay=0.1),
     ],
@@ -145,6 +146,12 @@ def test_what_passes_by_is_outlasted(
     once(proxy, fault)
     store.get_blob(blob, tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == b"weights"
+
+
+def test_an_answer_cut_within_its_headers_is_none(store: S3Store, proxy: FaultProxy) -> None:
+    store.create("key", b"content")
+    once(proxy, Fault(cut_down=20))
+    assert store.read("key") == b"content"
 
 
 def test_a_win_whose_answer_was_lost_is_a_win(store: S3Store, proxy: FaultProxy) -> None:
@@ -171,14 +178,15 @@ def test_conditions_that_are_refused_mean_a_single_writer(
 
 
 def test_content_damaged_on_the_way_up_is_sent_again(
-    store: S3Store, proxy: FaultProxy, tmp_path: Path
+    store: S3Store, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = os.urandom(100_000)
     once(proxy, Fault(damage_up=50_000))
     blob = put(store, tmp_path, content)
     store.get_blob(blob, tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == content
-    always(proxy, Fault(damage_up=50_000))
+    monkeypatch.setattr("art_cloud.s3_transfer.BREAKS", 1)
+    once(proxy, Fault(damage_up=50_000))
     raised(StoreUnavailableError, lambda: put(store, tmp_path, content[1:]), "damaged on its way")
     assert [blob.size for blob, _ in store.blobs()] == [100_000]
 
@@ -243,12 +251,12 @@ def largest_file(size: int) -> Iterator[None]:
 UPLOADER = """
 import sys
 from pathlib import Path
-from art_cloud import s3_transfer
-from art_cloud.s3 import S3Store
+from art_cloud import s3, s3_transfer
 url, source = sys.argv[1:]
 s3_transfer.PART = 5 << 20
+s3.THREADS = 2
 print("ready", flush=True)
-S3Store(url).put_blob(Path(source))
+s3.S3Store(url).put_blob(Path(source))
 """
 
 
@@ -257,9 +265,7 @@ def test_an_upload_whose_process_was_killed_is_gone_on_with(
 ) -> None:
     source = tmp_path / "source"
     source.write_bytes(os.urandom(20 * MIB))
-    proxy.cut()
-    first = proxy.connections
-    proxy.fault = lambda number: NONE if number == first else Fault(stall_up=4 * MIB)
+    always(proxy, Fault(stall_up=6 * MIB))
     uploader = subprocess.Popen(
         [sys.executable, "-c", UPLOADER, store.url, str(source)], stdout=subprocess.PIPE
     )
@@ -293,20 +299,23 @@ def stored_parts(store: S3Store) -> int:
     return len(parts.get("Parts", []))
 
 
-def test_an_upload_that_another_process_finished_is_found(
+def test_an_upload_that_was_aborted_meanwhile_is_begun_anew(
     store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
     source.write_bytes(os.urandom(11 * MIB))
     client, finish = store._client, store._client.complete_multipart_upload
+    aborted = []
 
-    def finished_before(**call: Any) -> Any:
-        finish(**call)
-        client.abort_multipart_upload(**{k: call[k] for k in ("Bucket", "Key", "UploadId")})
+    def complete(**call: Any) -> Any:
+        if not aborted:
+            aborted.append(call["UploadId"])
+            client.abort_multipart_upload(**{k: call[k] for k in ("Bucket", "Key", "UploadId")})
         return finish(**call)
 
-    monkeypatch.setattr(client, "complete_multipart_upload", finished_before)
+    monkeypatch.setattr(client, "complete_multipart_upload", complete)
     assert store.put_blob(source) in [blob for blob, _ in store.blobs()]
+    assert aborted
 
 
 def test_no_bucket_no_name_no_credentials_no_trust(
