@@ -121,6 +121,9 @@ def make_call(contents: Sequence[Content], rubric: str) -> JudgeCall:
 
 
 def _lines(history: History) -> Conversation:
+    for item in history.messages_and_choices:
+        if not isinstance(item, dict | BaseModel):
+            raise ConfigError(f"A {type(item).__name__} is neither a message nor a choice.")
     tools = [{"tools": history.tools}] if history.tools else []
     return tuple(_line(value) for value in [*tools, *history.messages()])
 

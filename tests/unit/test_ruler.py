@@ -365,6 +365,13 @@ async def test_linked_scores_outside_of_0_to_1_are_squeezed_in_their_order() -> 
     assert len(set(found)) == 20
 
 
+async def test_what_is_no_message_is_refused(judge: OpenAIServer) -> None:
+    for wrong in ("hello", {"role": "user", "content": object()}):
+        with pytest.raises(art.ConfigError, match=r"neither a message|can't be shown"):
+            await art.ruler([[wrong]], "j", base_url=judge.url, api_key=KEY)  # type: ignore[list-item]
+    assert judge.bodies == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
