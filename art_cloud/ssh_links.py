@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from .errors import ArtCloudError, ConfigError, ProviderError, ServerUnavailableError
+from .progress import say_once
 from .providers import SSHRoute
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ async def log_in(route: SSHRoute, port: int, *, with_ssh: bool | None = None) ->
     Raises:
         ServerUnavailableError: the machine does not answer; it may later.
         ProviderError: it lets nobody in this way, or is not the machine that is known.
-        ConfigError: the ssh configuration can't be read, or asyncssh is not installed.
+        ConfigError: the ssh configuration can't be read, or there is neither asyncssh nor `ssh`.
     """
     if with_ssh:
         return await _Command.start(route, port)
@@ -81,9 +82,11 @@ async def log_in(route: SSHRoute, port: int, *, with_ssh: bool | None = None) ->
         if with_ssh is False or shutil.which("ssh") is None:
             raise
         try:
-            return await _Command.start(route, port)
+            link = await _Command.start(route, port)
         except ArtCloudError:
             raise error from None
+        say_once(f"{route.host}: the system's ssh is used. asyncssh can't log in: {error}")
+        return link
 
 
 async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:

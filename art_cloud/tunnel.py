@@ -42,8 +42,8 @@ async def open_tunnel(route: SSHRoute, remote_port: int, *, local_port: int = 0)
     Raises:
         ServerUnavailableError: the machine does not answer.
         ProviderError: it does not let this user in, or shows another host key than the known one.
-        ConfigError: the ssh configuration can't be read, asyncssh is not installed, or the local
-            port is taken.
+        ConfigError: the ssh configuration can't be read, there is neither asyncssh nor `ssh`, or
+            the local port is taken.
     """
     try:
         listener = socket.create_server(("127.0.0.1", local_port), backlog=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -346,6 +347,19 @@ async def test_what_asyncssh_cannot_do_ssh_does(sshd: Sshd, server: ServerProces
     await ask(tunnel)
     await tunnel.close()
     assert [p for p in psutil.Process().children() if p.name() == "ssh"] == []
+
+
+async def test_without_asyncssh(
+    sshd: Sshd, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "asyncssh", None)
+    tunnel = await open_tunnel(route_to(sshd), server.port)
+    assert "by ssh" in repr(tunnel)
+    await ask(tunnel)
+    await tunnel.close()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"pip install 'art-cloud\[ssh\]'"):
+        await open_tunnel(route_to(sshd), server.port)
 
 
 @pytest.fixture
