@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import count
 from uuid import uuid4
 
 from pydantic import BaseModel, RootModel
@@ -19,7 +20,7 @@ from .names import ModelName
 from .progress import Bar, progress, say, say_once
 from .protocol import CheckpointInfo, JobEvent, JobInfo, RegisterRequest, StepResult
 
-RESUBMISSIONS = 3
+RESUBMISSIONS = 10
 """How often a call is sent again to a server that was replaced and does not know it."""
 ASK_SECONDS = 0.2
 """Between two questions whether a step is durable by now."""
@@ -82,10 +83,7 @@ class Calls:
         for name, kept in self._kept.items():
             try:
                 while kept:
-                    await self._release_durable(name)
-                    if kept:
-                        await asyncio.sleep(ASK_SECONDS)
-                        await self._check_on_its_way(kept[-1])
+                    await self._see_durable(name)
             except ArtCloudError as error:
                 policies = ", ".join(call.result.policy for call in kept if call.result)
                 say(f"{policies}: not known to be in the store: {error}")
@@ -106,14 +104,14 @@ class Calls:
     async def _register(
         self, server: ServerClient, name: ModelName, request: RegisterRequest, bar: Bar
     ) -> StepResult:
-        for attempt in range(1, RESUBMISSIONS + 1):
+        for attempt in count(1):
             try:
                 found = _result(await self._run(server, _Call("PUT", path_of(name), request), bar))
-                break
+                return await self._replay(server, name, found, bar) if self._kept[name] else found
             except NotFoundError:
                 if attempt == RESUBMISSIONS:
                     raise
-        return await self._replay(server, name, found, bar) if self._kept[name] else found
+        raise AssertionError
 
     async def _replay(
         self, server: ServerClient, name: ModelName, found: StepResult, bar: Bar
@@ -148,10 +146,19 @@ class Calls:
             if call in self._kept[name]:  # else a new server was handed it meanwhile
                 self._kept[name].remove(call)
 
-    async def _check_on_its_way(self, call: _Call) -> None:
-        info = await self._job(call)
-        if info.error is not None:
-            raise error_of(info.error)
+    async def _see_durable(self, name: ModelName) -> None:
+        """Ask once more; raise why it won't be."""
+        try:
+            await self._release_durable(name)
+            if kept := self._kept[name]:
+                if (error := (await self._job(kept[0])).error) is not None:
+                    raise error_of(error)
+                await asyncio.sleep(ASK_SECONDS)
+        except NotFoundError:
+            if name not in self._registered:
+                raise
+            with progress(f"register {name.model}") as bar:
+                await self._register(self._server, name, self._registered[name], bar)
 
     async def _job(self, call: _Call) -> JobInfo:
         return parse(JobInfo, await self._server.call("GET", f"jobs/{call.id}"))

@@ -277,6 +277,7 @@ class Checkpoints:
                 kind=manifest.kind,
                 created_at=manifest.created_at,
                 bytes=sum(blob.size for blob in manifest.files.values()),
+                call_id=manifest.call_id,
                 metrics=manifest.metrics | logged.get(manifest.step, {}),
             )
             for manifest in self.manifests()

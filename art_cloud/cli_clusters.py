@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -36,6 +36,10 @@ def up(
     model: Annotated[str | None, typer.Option(help="Base model to load at the start.")] = None,
     store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
     engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    durability: Annotated[
+        Literal["sync", "async"],
+        typer.Option(help="When a step counts: once it is stored, or once it is served."),
+    ] = "sync",
     lease: Annotated[
         str | None, typer.Option(help="End after so long without a client. Default: 10m.")
     ] = None,
@@ -63,6 +67,7 @@ def up(
             store=store,
             base_model=model,
             engine=engine,
+            durability=durability,
             lease=lease,
             idle=idle,
             budget=budget,

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from . import fleet
 from .attached import AttachedBackend, Replace
 from .backend import Backend
+from .credentials import with_secrets
 from .durations import parse_deadline, parse_duration
 from .errors import (
     ConfigError,
@@ -32,13 +33,14 @@ from .money import choose
 from .names import whole_path
 from .phases import phase, phases_of
 from .progress import enabled, say
+from .protocol import Durability
 from .providers import ClusterSpec, Endpoint, Offer, Provider, get_provider
 from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
 T = TypeVar("T")
 
-SAME = ["provider", "store", "base_model", "engine", "options"]
+SAME = ["provider", "store", "base_model", "engine", "durability", "options"]
 SAME += ["lease_seconds", "idle_seconds", "budget", "deadline"]
 """What of a spec has to agree with the cluster that is there, where it was asked for."""
 
@@ -50,6 +52,7 @@ def up(
     store: str | None = None,
     base_model: str | None = None,
     engine: str = "transformers",
+    durability: Durability = "sync",
     lease: str | float | None = None,
     idle: str | float | None = None,
     budget: float | None = None,
@@ -68,6 +71,9 @@ def up(
         base_model: Name or path of the model to load at the start. Default: with the first model
             that is registered.
         engine: What samples on the server.
+        durability: When a training call returns: "sync", once its step is in the store, or "async",
+            once it is served. It is then stored while the next step is rolled out, and this program
+            keeps what it was made from until it is.
         lease: How long the server stays without hearing of a client: "90s", "10m" (the default),
             "2h", or seconds. Then it finishes its step and exits, and its machine goes with it.
         idle: How long it stays without a client and without work. Default: "15m".
@@ -108,6 +114,7 @@ def up(
             store=store_url(provider, store),
             base_model=base_model and whole_path(base_model),
             engine=engine,
+            durability=durability,
             options=options,
             **{field: value for field, value in limits.items() if value is not None},
         )
@@ -275,11 +282,11 @@ async def _start(
     replace = Relauncher(provider, record, on_loss)
     if not fresh:
         with phases_of(record.name), phase("found"):
-            await provider.launch(spec, record.name)
+            await provider.launch(await with_secrets(spec), record.name)
             return await _handshake(await provider.endpoint(record.name), token, record, replace)
     with phases_of(record):
         with phase("provision"):
-            await provider.launch(spec, record.name)
+            await provider.launch(await with_secrets(spec), record.name)
         with phase("boot") as boot:
             endpoint = await provider.endpoint(record.name)
             backend = await _handshake(endpoint, token, record, replace)

@@ -173,6 +173,7 @@ def _activity(server: ServerInfo) -> str:
         f"{server.jobs_queued} jobs queued" if server.jobs_queued else "",
         f"{server.requests_running} requests running" if server.requests_running else "",
         f"{server.requests_waiting} waiting" if server.requests_waiting else "",
+        f"storing {', '.join(server.not_durable)}" if server.not_durable else "",
     ]
     return ", ".join(filter(None, parts)) or "idle"
 

@@ -18,6 +18,7 @@ from pydantic import AwareDatetime, Field, JsonValue, NonNegativeFloat, Positive
 from ..config import Frozen
 from ..durations import reserve
 from ..errors import ConfigError
+from ..protocol import Durability
 
 ENTRY_POINTS = "art_cloud.providers"
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
@@ -42,6 +43,7 @@ class ClusterSpec(Frozen):
     store: str
     base_model: str | None = None
     engine: str = "transformers"
+    durability: Durability = "sync"
     lease_seconds: PositiveFloat = 600.0
     idle_seconds: PositiveFloat = 900.0
     budget: PositiveFloat | None = None
@@ -92,6 +94,7 @@ class ClusterSpec(Frozen):
         provider's business."""
         arguments = ["--name", name, "--store", self.store]
         arguments += ["--engine", self.engine]
+        arguments += ["--durability", self.durability]
         arguments += ["--lease", f"{self.lease_seconds:g}", "--idle", f"{self.idle_seconds:g}"]
         if self.price_per_hour:
             arguments += ["--price", f"{self.price_per_hour:g}"]
