@@ -121,5 +121,26 @@ def auto(
         auto_rl.print_result(result, Console())
 
 
+@app.command()
+def doctor(
+    store: Annotated[str | None, typer.Option(help="A store to look at, too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at all that is set up here, and say how to cure what is not well."""
+    from .doctor import examine
+
+    colors = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "broken": typer.colors.RED}
+    checks = run(examine(store))
+    if as_json:
+        typer.echo(json.dumps([check.model_dump() for check in checks]))
+    for check in [] if as_json else checks:
+        typer.secho(f"{check.state:8}", fg=colors[check.state], nl=False)
+        typer.echo(f"{check.subject}: {check.message}")
+        if check.cure:
+            typer.echo(f"{'':8}{check.cure}")
+    if any(check.state == "broken" for check in checks):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     app()

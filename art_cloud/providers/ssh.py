@@ -11,18 +11,17 @@ import asyncio
 import fcntl
 import hashlib
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-
-from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
 
 from .._version import __version__
 from ..config import Frozen
+from ..doctor import Check
 from ..errors import (
-    ConfigError,
+    ArtCloudError,
     ConflictError,
     IncompleteListError,
     LaunchError,
@@ -32,6 +31,7 @@ from ..errors import (
 )
 from ..progress import say
 from ..registry import Registry, home
+from ..ssh_hosts import Options, options_of, routes_of
 from ..ssh_login import Login, login, require_ssh
 from ..wheel import source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
@@ -42,54 +42,19 @@ STOP_SECONDS = 90.0
 INSTALLED_BYTES = 10e9
 """What an environment takes, with torch for a GPU."""
 LOCK_POLL_SECONDS = 0.1
-
-
-class Options(Frozen):
-    """What `art.up("ssh", ...)` takes beside what all providers take."""
-
-    host: str | None = None
-    """As in `ssh HOST`."""
-    hosts: tuple[str, ...] = ()
-    """The first that answers, has no server of ours and fits is taken."""
-    hosts_file: str | None = None
-    """One host a line, in place of `hosts`."""
-    ssh_config: str | None = None
-    """In place of ~/.ssh/config, as in `ssh -F`."""
-    python: str | None = None
-    """A Python on the machine that has `art-cloud[server]`: then nothing is installed."""
-    gpu: str | None = None
-    """Part of the name that nvidia-smi shows: only a machine with such a GPU is taken."""
-    min_memory_gb: PositiveFloat = 2.0
-    price_per_hour: NonNegativeFloat = 0.0
-    """US dollars that the machine costs you, for `budget` and for what is shown."""
-
-    def routes(self) -> list[SSHRoute]:
-        config = str(Path(self.ssh_config).expanduser().resolve()) if self.ssh_config else None
-        if self.host is not None:
-            hosts = [self.host]
-        elif self.hosts:
-            hosts = list(self.hosts)
-        elif self.hosts_file is not None:
-            hosts = _read_hosts(Path(self.hosts_file).expanduser())
-        else:
-            hosts = _read_hosts(default_hosts()) if default_hosts().exists() else []
-        return [SSHRoute(host=host, config=config) for host in dict.fromkeys(hosts)]
-
-
-def default_hosts() -> Path:
-    """The file of hosts that are used where none are named, and always looked at."""
-    return home() / "ssh-hosts"
+SKEW_SECONDS = 60.0
+"""Above it, S3 servers begin to refuse signatures (at 5 to 15 minutes)."""
 
 
 class SSHProvider:
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
         """One for each host. Nobody is asked."""
         require_ssh()
-        options = _options(spec)
+        options = options_of(spec)
         price = options.price_per_hour
         return [
             Offer(provider="ssh", region=route.host, price_per_hour=price)
-            for route in _chosen(options)
+            for route in routes_of(options)
         ]
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
@@ -100,8 +65,8 @@ class SSHProvider:
             NoMachineError: no host can; the message says of each why.
             LaunchError: the connection broke while it was started: it may run.
         """
-        options = _options(spec)
-        routes = _chosen(options)
+        options = options_of(spec)
+        routes = routes_of(options)
         async with _one_at_a_time(name):
             if len(routes) > 1:
                 found, _ = await _ask_all(routes)
@@ -160,6 +125,10 @@ class SSHProvider:
             ):
                 yield line
 
+    async def check(self) -> Sequence[Check]:
+        """For `art-cloud doctor`: every host that is known."""
+        return await asyncio.gather(*map(_check_host, _known_routes()))
+
 
 class _Answer(Frozen):
     """What one host says of the servers that it has."""
@@ -172,39 +141,9 @@ class _Answer(Frozen):
         return any(server["name"] == name for server in self.servers)
 
 
-def _options(spec: ClusterSpec) -> Options:
-    try:
-        return Options.model_validate(spec.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"Option {option} of a cluster on ssh: {first['msg']}. There are: "
-            f"{', '.join(Options.model_fields)}."
-        ) from error
-
-
-def _chosen(options: Options) -> list[SSHRoute]:
-    routes = options.routes()
-    if not routes:
-        raise ConfigError(
-            'A cluster on ssh needs a machine: host="gpu-box" (as in `ssh gpu-box`), hosts=[...], '
-            f"hosts_file=..., or {default_hosts()} with one host a line."
-        )
-    return routes
-
-
-def _read_hosts(path: Path) -> list[str]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"The hosts in {path} can't be read: {error.strerror}.") from error
-    return [host for line in lines if (host := line.partition("#")[0].strip())]
-
-
 def _known_routes() -> list[SSHRoute]:
     records = [record.spec for record in Registry().list() if record.spec.provider == "ssh"]
-    routes = [route for spec in records for route in _options(spec).routes()]
+    routes = [route for spec in records for route in options_of(spec).routes()]
     return list(dict.fromkeys([*routes, *Options().routes()]))
 
 
@@ -213,7 +152,7 @@ def _routes_of(name: str) -> list[SSHRoute]:
     record = Registry().get(name)
     if record is None or record.spec.provider != "ssh":
         return _known_routes()
-    return _options(record.spec).routes()
+    return options_of(record.spec).routes()
 
 
 async def _route_of(name: str) -> SSHRoute:
@@ -352,6 +291,28 @@ def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
 async def _stop(route: SSHRoute, name: str) -> None:
     async with login(route) as there:
         await there.run("servers.py", "stop", name, silence=STOP_SECONDS)
+
+
+async def _check_host(route: SSHRoute) -> Check:
+    subject = f"host {route.host}"
+    try:
+        async with login(route) as there:
+            before = time.time()
+            has = await there.run("prepare.py", "check")
+            skew = has["time"] - (before + time.time()) / 2
+    except ArtCloudError as error:
+        return Check(subject=subject, state="broken", message=str(error))
+    if has["disk_bytes"] < INSTALLED_BYTES and not has["environments"]:
+        cure = f"Free some: art-cloud takes {INSTALLED_BYTES / 1e9:.0f} GB there."
+        return Check(subject=subject, state="broken", message=describe(has), cure=cure)
+    if has["gpu_problem"]:
+        cure = "nvidia-smi must work there: see to the driver."
+        return Check(subject=subject, state="broken", message=describe(has), cure=cure)
+    if abs(skew) > SKEW_SECONDS:
+        message = f"Its clock is {skew:+.0f} s off this machine's"
+        cure = "Have NTP set both: signed requests to a store fail on a wrong clock."
+        return Check(subject=subject, state="warning", message=message, cure=cure)
+    return Check(subject=subject, state="ok", message=f"{describe(has)}; Python {has['python']}")
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from art_cloud import fleet
 from art_cloud.cli import app
 from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
 from art_cloud.providers import ClusterSpec, SSHRoute, get_provider
-from art_cloud.providers.ssh import default_hosts
 from art_cloud.registry import Registry
+from art_cloud.ssh_hosts import default_hosts
 from art_cloud.ssh_login import login
 
 from ..sshd import Sshd, make_key, needs_sshd
@@ -412,3 +413,29 @@ async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
         for process in box.processes():
             process.kill()
             process.wait(10)
+
+
+# ---------------------------------------------------------------- doctor
+
+
+async def test_doctor_looks_at_hosts_and_stores(box: Box, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    record, _ = Registry().claim("one", spec(box.asked, store="file:///of/the/box"))
+    Registry().set_state(record, "running")
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["doctor", "--json", "--store", str(store)]
+    )
+    found = {check["subject"]: check for check in json.loads(result.stdout)}
+    assert result.exit_code == 0, result.output
+    assert found["host gpu-box"]["state"] == "ok"
+    assert "it runs on the CPU" in found["host gpu-box"]["message"]
+    assert found[f"store {store.as_uri()}"]["message"] == "Written, read and removed"
+    assert not any(path.is_file() for path in store.rglob("*"))
+    assert found["cluster one"]["cure"].endswith("forget it: art-cloud down one")
+    assert "store file:///of/the/box" not in found
+
+    box.known_hosts.write_text("")
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor"])
+    assert result.exit_code == 1
+    assert "broken  host gpu-box: The key of gpu-box is not known" in result.stdout
