@@ -8,8 +8,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 
 from .backend import Backend
+from .credentials import encode_credentials, for_server
 from .errors import ArtCloudError
 from .http import ServerClient, parse
 from .progress import say, say_once
@@ -54,6 +56,8 @@ class AttachedBackend(Backend):
         self._pinging: asyncio.Task[None] | None = None
         self._record = record
         self._use = Use(record.name) if record else None
+        self._credentials: tuple[datetime, datetime] | None = None
+        """Until when the server's hold, and when that was seen first."""
 
     async def __aenter__(self) -> AttachedBackend:
         await self._take(self._endpoint)
@@ -92,10 +96,26 @@ class AttachedBackend(Backend):
                 say_once(message)
             if self._record is not None:
                 await asyncio.to_thread(Registry().note, self._record, info)
+                await self._renew_credentials(server, self._record, info)
         except ArtCloudError as error:
             log.debug("the lease was not renewed: %s", error)  # who calls next is told
         finally:
             await server.close()
+
+    async def _renew_credentials(
+        self, server: ServerClient, record: ClusterRecord, info: ServerInfo
+    ) -> None:
+        """Send new ones for the store once half of the time that the old ones had is over."""
+        until, now = info.credentials_until, datetime.now(UTC)
+        if until is None or record.spec.provider == "local":
+            return
+        if self._credentials is None or self._credentials[0] != until:
+            self._credentials = until, now
+        seen = self._credentials[1]
+        if now >= seen + (until - seen) / 2:
+            self._credentials = until, now
+            given = await for_server(record.spec.store)
+            await server.call("PUT", "credentials", encode_credentials(given))
 
     async def _recover(self) -> bool:
         """Whether there is another server now, with the models of the one that is gone."""

@@ -5,6 +5,7 @@ with the `code` of a class in `errors`.
 
     GET    server                                ServerInfo                      (no sign of use)
     POST   lease                                 ServerInfo     (renews the lease of the cluster)
+    PUT    credentials                           StoreCredentials
     PUT    models/{project}/{model}              RegisterRequest -> JobInfo      (safe to repeat)
     GET    models/{project}/{model}              ModelInfo
     POST   models/{project}/{model}/train        a batch (`wire`) -> JobInfo     (Call-Id)
@@ -31,7 +32,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, SecretStr
 
 from .config import Frozen, LoRAConfig, Retention, SFTConfig
 from .names import ModelName
@@ -87,6 +88,11 @@ class ServerInfo(Received):
     engine: str
     device: str
     store: str
+    single_writer: bool = False
+    """Whether two servers that train one model are not told apart: the store has no conditional
+    writes that hold."""
+    credentials_until: datetime | None = None
+    """When the server's credentials for the store end, if it knows."""
     policies: list[str]
     not_durable: list[str] = []
     """Policies that are served and on their way to the store (`--durability async`)."""
@@ -106,6 +112,12 @@ class ServerInfo(Received):
     tokens_trained: NonNegativeInt = 0
     tokens_sampled: NonNegativeInt = 0
     """Since `started_at`; steps and tokens of training since the server's first start."""
+
+
+class StoreCredentials(Frozen):
+    """What the server reaches its store with from now on: variables, as boto3 names them."""
+
+    variables: dict[str, SecretStr]
 
 
 class RegisterRequest(Frozen):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
+from .credentials import with_secrets
 from .errors import LaunchError, ServerUnavailableError
 from .progress import say
 from .providers import Endpoint, Provider
@@ -44,7 +45,7 @@ class Relauncher:
         )
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
-                await self._provider.launch(self._record.spec, name)
+                await self._provider.launch(await with_secrets(self._record.spec), name)
                 return await self._provider.endpoint(name)
         except TimeoutError:
             raise LaunchError(

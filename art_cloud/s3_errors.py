@@ -27,7 +27,12 @@ LOST = ("PreconditionFailed", "412")
 MEANWHILE = ("ConditionalRequestConflict", "OperationAborted", "409")
 """Somebody else's write is under way: who won is known once it is over."""
 REFUSED_CONDITION = ("NotImplemented", "501")
-WRONG_KEY = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed")
+WRONG_KEY = (
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "SignatureDoesNotMatch",
+    "AuthorizationHeaderMalformed",
+)
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
 DENIED = ("AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden")
 DAMAGED = ("XAmzContentSHA256Mismatch", "BadDigest")

@@ -39,9 +39,11 @@ class S3Object:
     key: str
 
 
-def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Moved) -> None:
+def upload(
+    where: S3Object, source: Path, size: int, pool: Executor, moved: Moved, *, anew: bool = False
+) -> None:
     """Put a file's content. What an earlier call of the same key and size left unfinished, in this
-    process or another, is gone on with: whoever names keys by content may do so."""
+    process or another, is gone on with (whoever names keys by content may do so), unless `anew`."""
     if size <= PART:
         _undamaged(
             lambda: where.client.put_object(
@@ -55,7 +57,7 @@ def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Move
         number: min(part_bytes, size - start)
         for number, start in enumerate(range(0, size, part_bytes), 1)
     }
-    upload_id, tags = _unfinished(where, sizes)
+    upload_id, tags = _begin(where) if anew else _unfinished(where, sizes)
     moved(sum(sizes[number] for number in tags))
 
     def send(number: int) -> None:
@@ -107,6 +109,11 @@ def _slice(source: Path, start: int, size: int, moved: Moved) -> Any:
     return ReadFileChunk.from_filename(str(source), start, size, callbacks=[told])
 
 
+def _begin(where: S3Object) -> tuple[str, dict[int, str]]:
+    begun = where.client.create_multipart_upload(Bucket=where.bucket, Key=where.key)
+    return begun["UploadId"], {}
+
+
 def _unfinished(where: S3Object, sizes: dict[int, int]) -> tuple[str, dict[int, str]]:
     """An open upload of this key and the tags of its parts of these sizes; a new one if none is."""
     uploads = where.client.list_multipart_uploads(Bucket=where.bucket, Prefix=where.key)
@@ -116,8 +123,7 @@ def _unfinished(where: S3Object, sizes: dict[int, int]) -> tuple[str, dict[int, 
         if found["Key"] == where.key
     ]
     if not open_ids:
-        begun = where.client.create_multipart_upload(Bucket=where.bucket, Key=where.key)
-        return begun["UploadId"], {}
+        return _begin(where)
     upload_id = max(open_ids)[1]
     pages = where.client.get_paginator("list_parts").paginate(
         Bucket=where.bucket, Key=where.key, UploadId=upload_id

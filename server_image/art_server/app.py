@@ -43,6 +43,7 @@ from art_cloud.protocol import (
     SessionInfo,
     SessionRequest,
     SFTRequest,
+    StoreCredentials,
 )
 from art_cloud.retention import prune
 
@@ -83,6 +84,7 @@ class Routes:
         return [
             Route("/server", self.server),
             Route("/lease", self.server, methods=["POST"]),
+            Route("/credentials", self.credentials, methods=["PUT"]),
             Route(model, self.register, methods=["PUT"]),
             Route(model, self.model),
             Route(f"{model}/train", self.train, methods=["POST"]),
@@ -112,6 +114,8 @@ class Routes:
                 engine=runtime.settings.engine,
                 device=runtime.device,
                 store=runtime.store.url,
+                single_writer=runtime.store.single_writer,
+                credentials_until=runtime.store.credentials_until,
                 policies=runtime.policies,
                 not_durable=self.commits.pending,
                 jobs_queued=self.jobs.queued,
@@ -129,6 +133,11 @@ class Routes:
                 tokens_sampled=stats.tokens_generated,
             )
         )
+
+    async def credentials(self, request: Request) -> Response:
+        given = parse(StoreCredentials, await request.body())
+        await asyncio.to_thread(self.runtime.store.renew, given.variables)
+        return JSONResponse({})
 
     async def register(self, request: Request) -> Response:
         return await self._submit(request, "register", RegisterRequest)
