@@ -178,7 +178,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     limits = limits_of(options)
     launched = options.launched or time.time()
-    life_left = limits.life + launched - time.time()
+    life_left = max(limits.life + launched - time.time(), CLOSING_SECONDS)
     last_resort = exit_after(min(BOOT_SECONDS, life_left), "it does not come up")
 
     stop = asyncio.Event()
@@ -217,7 +217,9 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     _write_endpoint(endpoint, name, url)
     log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
     last_resort.cancel()
-    last_resort = exit_after(guardian.life_left, "its money or its time is up")
+    last_resort = exit_after(
+        max(guardian.life_left, CLOSING_SECONDS), "its money or its time is up"
+    )
     grace = GRACE_SECONDS
     try:
         grace = await _until_stopped(serving, stop, guardian, runtime.models)

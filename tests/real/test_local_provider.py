@@ -63,7 +63,7 @@ async def test_from_up_to_down(
     async with art.up("local", name="one", base_model=str(tiny_model), idle="5m") as backend:
         assert (await backend.info()).base_model == str(tiny_model)
         phases = capfd.readouterr().err
-        for phase in ("provisioning on local", "boot", "ready"):
+        for phase in ("provision", "boot", "model load", "first token"):
             assert f"one: {phase}, " in phases
 
         async with art.up("local", name="one") as again:

@@ -1,0 +1,200 @@
+"""Lease, idle, budget and deadline of real servers, with clocks of seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+import art_cloud as art
+from art_cloud import attached, fleet
+from art_cloud.checkpoints import Checkpoints
+from art_cloud.errors import ServerUnavailableError
+from art_cloud.http import ServerClient
+from art_cloud.names import ModelName
+from art_cloud.protocol import JobInfo, RegisterRequest, ServerInfo
+from art_cloud.providers import get_provider
+from art_cloud.store import open_store
+from art_cloud.wire import encode_batch
+
+from ..server_process import ServerProcess
+from ..synthetic import batch
+
+MODEL = ModelName("limits", "agent")
+PATH = f"models/{MODEL}"
+
+
+def _slow_steps(seconds: float) -> None:
+    """In the server: the trainer is as slow as that of a large model."""
+    from art_server.training import Trainer
+
+    real = Trainer.optim_step
+
+    def slow(*args: object, **kwargs: object) -> object:
+        time.sleep(seconds)
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    Trainer.optim_step = slow  # type: ignore[assignment,method-assign]
+
+
+def _steps_of_4_seconds() -> None:
+    _slow_steps(4.0)
+
+
+def _steps_of_8_seconds() -> None:
+    _slow_steps(8.0)
+
+
+def _hanging_close() -> None:
+    from art_server import __main__
+    from art_server.runtime import Runtime
+
+    async def hang(self: Runtime) -> None:
+        time.sleep(3600)  # noqa: ASYNC251
+
+    __main__.GRACE_SECONDS = 0.2
+    __main__.CLOSING_SECONDS = 0.2
+    Runtime.close = hang  # type: ignore[method-assign]
+
+
+@asynccontextmanager
+async def client_of(server: ServerProcess) -> AsyncIterator[ServerClient]:
+    client = server.client()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def register(client: ServerClient, base: Path) -> None:
+    request = RegisterRequest(base_model=str(base), lora=art.LoRAConfig(rank=8))
+    job = JobInfo.model_validate_json(await client.call("PUT", PATH, request, call_id=uuid4().hex))
+    assert [event.type async for event in client.events(job.id)][-1] == "done"
+
+
+async def train(client: ServerClient) -> str:
+    body = encode_batch(batch(MODEL, 1))
+    sent = await client.call("POST", f"{PATH}/train", body, call_id=uuid4().hex)
+    return JobInfo.model_validate_json(sent).id
+
+
+async def ended(server: ServerProcess) -> int:
+    return await asyncio.to_thread(server.ended)
+
+
+async def keep_asking(ask: Callable[[], Awaitable[object]], server: ServerProcess) -> None:
+    while server.process.is_alive():
+        try:
+            await ask()
+        except art.ArtCloudError:
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_a_lease_is_renewed_by_clients_and_not_by_those_who_look(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--lease", "2", "--idle", "300").start()
+    async with client_of(server) as client:
+        renewed_until = time.monotonic() + 3
+        while time.monotonic() < renewed_until:
+            await client.call("POST", "lease")
+            await asyncio.sleep(0.05)
+        async with server.backend(patience=0) as backend:
+            clocks = {clock.name: clock for clock in (await backend.info()).clocks}
+            assert clocks.keys() == {"lease", "idle"}
+            assert 0 < clocks["lease"].remaining <= clocks["lease"].limit == 2
+            await keep_asking(backend.info, server)
+    assert await ended(server) == 0
+    assert "server ends (--lease): no client asks for anything" in server.output
+
+
+async def test_a_step_longer_than_the_lease_is_made_though_nobody_waits(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    server = ServerProcess(tmp_path, "--lease", "3", "--idle", "3")
+    server.prepare = _steps_of_4_seconds
+    server.start()
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        await train(client)
+    assert await ended(server) == 0
+    assert "server ends (--" in server.output
+    assert "left for the next start" not in server.output
+    assert Checkpoints(open_store(str(server.store)), MODEL).steps() == [0, 1]
+
+
+async def test_a_budget_holds_and_the_step_that_does_not_fit_is_made_later(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    limits = ("--budget", "8", "--price", "3600")  # a dollar a second
+    server = ServerProcess(tmp_path, *limits, "--model", tiny_model)
+    server.prepare = _steps_of_8_seconds
+    server.start()
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        job = await train(client)
+        warned: list[str] = []
+
+        async def ask() -> None:
+            info = ServerInfo.model_validate_json(await client.call("POST", "lease"))
+            [clock] = info.clocks
+            assert (clock.name, clock.unit, clock.limit) == ("budget", "USD", 8)
+            warned.extend(info.warnings)
+
+        client.patience = 0
+        asking = asyncio.create_task(keep_asking(ask, server))
+        events = []
+        try:
+            async for event in client.events(job):
+                events.append(event)
+        except ServerUnavailableError:
+            pass
+        await asking
+    assert await ended(server) == 0
+    assert "server ends (--budget): its budget of $8.00" in server.output
+    assert f"job {job} (train of {MODEL}) is left for the next start" in server.output
+    assert any("its budget of $8.00" in message for message in warned)
+    assert any(event.type == "warning" and "budget" in event.data["warning"] for event in events)
+
+    again = ServerProcess(tmp_path, "--deadline", "300")
+    with again:
+        async with client_of(again) as client:
+            assert [event.type async for event in client.events(job)][-1] == "done"
+            steps = Checkpoints(open_store(str(again.store)), MODEL)
+            assert [steps.read(step).call_id for step in steps.steps()[1:]] == [job]
+
+
+async def test_a_restart_does_not_start_the_budget_anew(tmp_path: Path) -> None:
+    launched = ("--launched", str(time.time() - 3600))
+    server = ServerProcess(tmp_path, "--budget", "2", "--price", "2", *launched).launch()
+    assert await ended(server) == 0
+    assert "server ends (--budget)" in server.output
+
+
+async def test_an_end_that_hangs_is_an_end(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path)
+    server.prepare = _hanging_close
+    server.start()
+    server.process.terminate()
+    assert await ended(server) == 1
+    assert "it does not come to its end: the process ends now" in server.output
+
+
+async def test_who_is_attached_is_warned_once_and_nothing_is_relaunched_beyond_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(attached, "PING_SECONDS", 0.1)
+    async with art.up("local", name="short", deadline="40s", price_per_hour=36) as backend:
+        while await get_provider("local").list():
+            await asyncio.sleep(0.1)
+        with pytest.raises(ServerUnavailableError, match="its deadline allowed is over"):
+            await backend.info()
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count("s: its deadline of 40 s") == 2  # at a fifth and at a twentieth
+    assert "at $36.00 an hour, 0 steps" in said
+    assert await fleet.status() == []
