@@ -23,7 +23,7 @@ import art_cloud as art
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = ("# OpenPipe ART", "vllm serve", "import duckdb", "import pandas", "art-server --model")
+ELSEWHERE = ("# OpenPipe ART", "vllm serve", "art-server --model")
 """Of what is not installed here, or started below already."""
 HUB_MODELS = re.compile(r"Qwen/Qwen[\w.-]+")
 START_SECONDS = 120.0
@@ -116,6 +116,8 @@ async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGrou
         "docs/training.md",
         "docs/server.md",
         "docs/checkpoints.md",
+        "docs/durability.md",
+        "docs/deploy.md",
         "docs/recording.md",
         "docs/pipeline.md",
     ],
@@ -126,9 +128,10 @@ async def test_every_snippet_of_a_page_runs(page: str, server: Server, tiny_mode
     async with art.connect(server.url, server.token) as backend:
         await model.register(backend)
         groups = await some_groups(model)
-        if page == "docs/checkpoints.md":
+        if page in ("docs/checkpoints.md", "docs/deploy.md"):
             for _ in range(3):
                 await backend.train(model, groups)
+            await model.log(metrics={"reward": 0.5})
         names: dict[str, Any] = {
             "art": art,
             "asyncio": asyncio,
