@@ -85,7 +85,7 @@ def up(
         typer.echo(json.dumps(found))
         return
     typer.echo(
-        f"\n{found['name']} is ready at {found['url']}\n"
+        f"\n{found['name']} is ready at {found['url']} of {found['host']}\n"
         f"It keeps its steps in {found['store']}\n"
         + (f"Its token is {found['token']}\n" if show_token else "")
         + "\nUse it from Python:\n\n"
@@ -147,18 +147,16 @@ def tunnel(
     port: Annotated[int, typer.Option(help="Of this machine. Default: a free one.")] = 0,
 ) -> None:
     """Keep a port of this machine that leads to a cluster's server, for other programs."""
-    import asyncio
-
     from . import fleet
 
     async def keep() -> None:
         opened = await fleet.tunnel(name, port)
         typer.echo(opened.url)
-        typer.echo(f"{opened}. It is there until Ctrl-C.", err=True)
+        typer.echo(f"{opened.description}. It stays until Ctrl-C.", err=True)
         try:
-            await asyncio.Event().wait()
+            raise await opened.failed()
         finally:
-            typer.echo(str(opened), err=True)
+            typer.echo(opened.description, err=True)
             await opened.close()
 
     run(keep())

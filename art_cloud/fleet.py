@@ -72,13 +72,15 @@ async def server_info(record: ClusterRecord) -> ServerInfo:
 
 
 async def address(name: str) -> dict[str, str]:
-    """The `name`, `url`, `token` and `store` of a recorded cluster that runs."""
+    """The `name`, `url`, `host`, `token` and `store` of a recorded cluster that runs."""
     record = Registry().get(name)
     if record is None:
         raise unknown(name)
+    endpoint = await get_provider(record.spec.provider).endpoint(name)
     return {
         "name": name,
-        "url": (await get_provider(record.spec.provider).endpoint(name)).url,
+        "url": endpoint.url,
+        "host": endpoint.ssh.host if endpoint.ssh else "this machine",
         "token": record.spec.token.get_secret_value(),
         "store": record.spec.store,
     }

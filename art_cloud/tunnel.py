@@ -116,11 +116,15 @@ class Tunnel:
     def host(self) -> str:
         return self._route.host
 
-    def __repr__(self) -> str:
+    @property
+    def description(self) -> str:
         return (
-            f"Tunnel({self.url!r} to port {self._remote_port} of {self.host} by {self._client}: "
-            f"{self.state}, {self.reconnects} reconnects)"
+            f"{self.url} to port {self._remote_port} of {self.host} by {self._client}: "
+            f"{self.state}, {self.reconnects} reconnects"
         )
+
+    def __repr__(self) -> str:
+        return f"Tunnel({self.description})"
 
     def retarget(self, route: SSHRoute, remote_port: int) -> None:
         """Lead to another port or machine from now on; the local port stays."""
@@ -128,6 +132,12 @@ class Tunnel:
         self._keeping.cancel()
         self._drop_link()
         self._keeping = asyncio.create_task(self._keep())
+
+    async def failed(self) -> ArtCloudError:
+        """Wait until it leads nowhere for good, and return why."""
+        while self.state in ("connected", "reconnecting"):
+            await asyncio.wait([self._keeping])
+        return self.last_error or ServerUnavailableError(f"The tunnel to {self.host} is closed.")
 
     async def close(self) -> None:
         """Stop listening, and reset the connections that are open."""

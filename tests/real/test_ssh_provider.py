@@ -6,12 +6,14 @@ import asyncio
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import psutil
 import pytest
 from pydantic import SecretStr
@@ -130,9 +132,29 @@ async def test_an_agent_is_trained_on_a_box(box: Box, tmp_path: Path, tiny_model
         assert (found.state, found.recorded) == ("running", True)
         assert found.detail.startswith("gpu-box, pid ")
         assert "art-server" in await art_cloud("logs", "one")
+        await check_the_tunnel_of_the_command_line(box)
         assert (await backend.train(model, [group])).step == 2
     assert await fleet.status() == []
     assert box.processes() == []
+
+
+async def check_the_tunnel_of_the_command_line(box: Box) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from art_cloud.cli import main; main()", "tunnel", "one"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        assert (await client.get("/art/v1/server")).status_code == 401
+        box.kill_sessions()
+        assert (await client.get("/art/v1/server")).status_code == 401
+    process.send_signal(signal.SIGINT)
+    _, said = await process.communicate()
+    assert process.returncode == 130
+    assert b"connected, 0 reconnects. It stays until Ctrl-C" in said
+    assert b"connected, 1 reconnects" in said
 
 
 async def test_all_of_it_is_installed_in_an_empty_home(
