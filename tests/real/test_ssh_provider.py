@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,12 +26,14 @@ from art_cloud.cli import app
 from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
 from art_cloud.providers import ClusterSpec, SSHRoute, get_provider
 from art_cloud.registry import Registry
-from art_cloud.ssh_hosts import default_hosts
+from art_cloud.ssh_hosts import Options, default_hosts
 from art_cloud.ssh_login import login
 
 from ..sshd import Sshd, make_key, needs_sshd
 
 pytestmark = needs_sshd
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch" / "ssh"
 
 
 class Box(Sshd):
@@ -461,3 +464,49 @@ async def test_doctor_looks_at_hosts_and_stores(box: Box, tmp_path: Path) -> Non
     result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor"])
     assert result.exit_code == 1
     assert "broken  host gpu-box: The key of gpu-box is not known" in result.stdout
+
+
+# ---------------------------------------------------------------- what the pages say
+
+
+async def test_the_scripts_work_by_hand_as_their_page_says(box: Box, tmp_path: Path) -> None:
+    [block] = re.findall(r"^```sh\n(.*?)^```", (LAUNCH / "README.md").read_text(), re.S | re.M)
+    install = re.compile(r"^.* install mine .*\n", re.MULTILINE)  # another test does that
+    assert install.search(block)
+    script = install.sub("", block).replace(".art-cloud/envs/mine/bin/python", sys.executable)
+    by_config = 'ssh() { command ssh -F "$C" "$@"; }; scp() { command scp -q -F "$C" "$@"; };\n'
+    listed = "ssh gpu-box python3 servers.py list\n"
+    shell = await asyncio.create_subprocess_exec(
+        "bash",
+        "-euo",
+        "pipefail",
+        "-c",
+        by_config + script.replace("file:///tmp/art", (tmp_path / "store").as_uri()) + listed,
+        cwd=ROOT,
+        env=os.environ | {"C": str(box.config)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await shell.communicate()
+    assert shell.returncode == 0
+    answers = [line for line in output.decode().splitlines() if line.startswith("{")]
+    has, started, where, first, stopped, last = map(json.loads, answers)
+    assert (started["state"], where["state"], stopped) == ("started", "running", {"ended": True})
+    assert [server["state"] for server in first["servers"]] == ["running"]
+    assert (has["gpus"], last) == ([], {"servers": [], "logs": ["mine"]})
+
+
+async def test_the_example_trains_on_a_box(box: Box, tmp_path: Path, tiny_model: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "ssh" / "train.py", "--smoke"]
+    command += ["--host", box.host, "--store", (tmp_path / "store").as_uri()]
+    command += ["--base-model", str(tiny_model)]
+    command += ["-o", f"ssh_config={box.config}", "-o", f"python={sys.executable}"]
+    example = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    output, _ = await example.communicate()
+    assert example.returncode == 0
+    assert re.fullmatch(r"step 1: reward \d\.\d\d\n", output.decode())
+
+
+def test_every_option_has_a_row() -> None:
+    page = (ROOT / "docs" / "providers.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", page.partition("## ssh")[2], re.MULTILINE))
+    assert Options.model_fields.keys() <= rows
