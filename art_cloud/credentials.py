@@ -109,7 +109,7 @@ def _for_server(store_url: str) -> dict[str, SecretStr]:
     if not _of_amazon(endpoint):
         found["AWS_ENDPOINT_URL_S3"] = SecretStr(endpoint)
     if session.region_name:
-        found["AWS_REGION"] = SecretStr(session.region_name)
+        found["AWS_DEFAULT_REGION"] = SecretStr(session.region_name)
     return found
 
 
@@ -151,7 +151,10 @@ def _narrowed(
 
 
 def _variables(
-    access_key: str, secret_key: str, token: str | None = None, until: datetime | None = None
+    access_key: str | None,
+    secret_key: str | None,
+    token: str | None = None,
+    until: datetime | None = None,
 ) -> dict[str, SecretStr]:
     found: Mapping[str, str | None] = {
         "AWS_ACCESS_KEY_ID": access_key,

@@ -1,6 +1,6 @@
 """Steps in an S3 bucket, of AWS or of whatever speaks its protocol.
 
-Endpoint, region and credentials are boto3's own settings: AWS_ENDPOINT_URL_S3, AWS_REGION,
+Endpoint, region and credentials are boto3's own settings: AWS_ENDPOINT_URL_S3, AWS_DEFAULT_REGION,
 AWS_PROFILE, AWS_CA_BUNDLE, ~/.aws. Every body is signed, so that the server checks its SHA-256 on
 arrival, whichever newer checksums it knows or refuses.
 """

@@ -94,7 +94,8 @@ class Translator:
         if code in WRONG_KEY:
             return StoreAccessError(
                 f"{failed}: {self.endpoint} does not accept the access key or its secret ({code}). "
-                "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and AWS_REGION."
+                "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, and "
+                "AWS_DEFAULT_REGION."
             )
         if code in EXPIRED:
             return StoreAccessError(
@@ -124,7 +125,8 @@ class Translator:
             )
         if code in ELSEWHERE:
             return StoreError(
-                f"{failed}: bucket {self.bucket} is in another region. Set AWS_REGION to it."
+                f"{failed}: bucket {self.bucket} is in another region. Name it in "
+                "AWS_DEFAULT_REGION."
             )
         if code in BUSY or status >= 500 or status == 429:
             return StoreUnavailableError(

@@ -39,11 +39,9 @@ class S3Object:
     key: str
 
 
-def upload(
-    where: S3Object, source: Path, size: int, pool: Executor, moved: Moved, *, anew: bool = False
-) -> None:
+def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Moved) -> None:
     """Put a file's content. What an earlier call of the same key and size left unfinished, in this
-    process or another, is gone on with (whoever names keys by content may do so), unless `anew`."""
+    process or another, is gone on with: whoever names keys by content may do so."""
     if size <= PART:
         _undamaged(
             lambda: where.client.put_object(
@@ -57,11 +55,28 @@ def upload(
         number: min(part_bytes, size - start)
         for number, start in enumerate(range(0, size, part_bytes), 1)
     }
-    upload_id, tags = _begin(where) if anew else _unfinished(where, sizes)
+    try:
+        _multipart(where, source, sizes, _unfinished(where, sizes), pool, moved)
+    except ClientError as error:
+        if code_of(error) != "NoSuchUpload":
+            raise
+        moved(-size)  # another process finished or aborted it
+        _multipart(where, source, sizes, _begin(where), pool, moved)
+
+
+def _multipart(
+    where: S3Object,
+    source: Path,
+    sizes: dict[int, int],
+    begun: tuple[str, dict[int, str]],
+    pool: Executor,
+    moved: Moved,
+) -> None:
+    upload_id, tags = begun
     moved(sum(sizes[number] for number in tags))
 
     def send(number: int) -> None:
-        start = (number - 1) * part_bytes
+        start = (number - 1) * sizes[1]
         sent = _undamaged(
             lambda: where.client.upload_part(
                 Bucket=where.bucket,
