@@ -131,16 +131,11 @@ class Checkpoints:
 
         Raises `NotFoundError` if there never was such a step.
         """
-        try:
-            return self.read(step)
-        except NotFoundError:
-            with suppress(NotFoundError):
-                return self._parse(self._key(step, "removed"))
-            raise
+        return self.find(step) or self.read(step)
 
     def find(self, step: int) -> Manifest | None:
         """The step, removed or not, if there ever was one."""
-        for folder in ("removed", "steps"):
+        for folder in ("steps", "removed"):
             with suppress(NotFoundError):
                 return self._parse(self._key(step, folder))
         return None
@@ -149,12 +144,19 @@ class Checkpoints:
         """Of all steps that ever were, in order."""
         kept = self.steps()
         removed = [step for step in self._numbers("removed") if step not in set(kept)]
-        keys = [self._key(step, "removed") for step in removed] + [self._key(s) for s in kept]
-        return sorted(each(self._parse, keys), key=lambda manifest: manifest.step)
+        left = each(self._parse, [self._key(step, "removed") for step in removed])
+        found = [manifest for manifest in each(self.find, kept) if manifest]
+        return sorted(left + found, key=lambda manifest: manifest.step)
 
     def manifests(self) -> list[Manifest]:
-        """Of all steps that are there, in order."""
-        return each(self._parse, [self._key(step) for step in self.steps()])
+        """Of all steps that are there, in order; without those that are removed meanwhile."""
+
+        def parse(step: int) -> Manifest | None:
+            with suppress(NotFoundError):
+                return self._parse(self._key(step))
+            return None
+
+        return [manifest for manifest in each(parse, self.steps()) if manifest]
 
     def newest(self) -> Manifest | None:
         steps = self.steps()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from .checkpoints import Checkpoints, best
 from .config import Retention
+from .errors import NotFoundError
 from .protocol import CheckpointInfo
 
 
@@ -48,5 +50,6 @@ def prune(
     steps = set(to_remove(retention, infos, {*keep, *checkpoints.forked()}))
     if not dry_run:
         for step in sorted(steps):
-            checkpoints.delete(step)
+            with suppress(NotFoundError):  # somebody else prunes too
+                checkpoints.delete(step)
     return [info for info in infos if info.step in steps]

@@ -158,3 +158,28 @@ async def test_a_server_keeps_what_the_model_was_registered_with(
         await run("train", body)
     assert steps.steps() == [0, 5, 6, 7]
     assert steps.read(7).retention is None
+
+
+def test_steps_are_read_while_they_are_removed(tmp_path: Path) -> None:
+    """Between a listing and the reading of what it listed, a server removes steps."""
+    steps = Checkpoints(FileStore(tmp_path / "store", create=True), NAME)
+    for step in range(20):
+        commit(steps, tmp_path, step)
+    list_keys = steps.store.list
+
+    def list_then_prune(prefix: str) -> list[str]:
+        keys = list_keys(prefix)
+        if prefix.endswith("/steps/"):
+            steps.store.list = list_keys  # type: ignore[method-assign]
+            prune(Checkpoints(steps.store, NAME), Retention(keep_last=1))
+        return keys
+
+    for read in (steps.records, steps.manifests):
+        for step in range(1, 19):
+            if step in steps.steps():
+                continue
+            commit(steps, tmp_path, step)
+        steps.store.list = list_then_prune  # type: ignore[method-assign]
+        found = [manifest.step for manifest in read()]
+        assert found == (list(range(20)) if read == steps.records else [0, 19])
+        assert steps.steps() == [0, 19]
