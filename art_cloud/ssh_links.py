@@ -8,6 +8,7 @@ either case, never accepted: that is what a first `ssh HOST` is for.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import socket
 import tempfile
@@ -31,7 +32,9 @@ CONFIGS = ("~/.ssh/config", "/etc/ssh/ssh_config")
 KNOWN_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 GLOBAL_KNOWN_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
 FAST_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
-"""Processors have instructions for them; chacha20, ssh's first choice, takes twice the time."""
+"""Processors have instructions for them, as they have not for chacha20, ssh's first choice."""
+CLOSED = "SSH connection closed"
+"""What asyncssh says of a channel whose login ended."""
 
 
 class LinkLostError(Exception):
@@ -99,7 +102,7 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
     try:
         async with asyncio.timeout(LOGIN_SECONDS):
             ended = asyncio.get_running_loop().create_future()
-            connection = await _connect(route.host, _configs(route), ended)
+            connection = await _connect(route, ended)
             return _Login(route, port, connection, ended)
     except asyncssh.PermissionDenied as error:
         raise ProviderError(
@@ -128,15 +131,14 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
 
 
 async def _connect(
-    host: str,
-    configs: list[str],
+    route: SSHRoute,
     ended: asyncio.Future[Exception | None],
     *,
     via: asyncssh.SSHClientConnection | None = None,
     username: str | tuple[()] = (),
     port: int | tuple[()] = (),
 ) -> asyncssh.SSHClientConnection:
-    """Log in to `host`, over the machines of its `ProxyJump`, each of them known.
+    """Log in, over the machines of `ProxyJump`, each of them known.
 
     Args:
         ended: is told why the login ended.
@@ -148,17 +150,21 @@ async def _connect(
             if not ended.done():
                 ended.set_result(exc)
 
-    options = await asyncssh.SSHClientConnectionOptions.construct(
-        host=host, username=username, port=port, config=configs
-    )
+    try:
+        options = await asyncssh.SSHClientConnectionOptions.construct(
+            host=route.host, username=username, port=port, config=_configs(route)
+        )
+    except OSError as error:
+        raise ConfigError(f"The ssh configuration of {route.host}: {error}.") from error
     config, jumps = options.config, options.tunnel
     if via is None and isinstance(jumps, str):
         for jump in jumps.removeprefix("ssh://").split(","):
             user, _, address = jump.rpartition("@")
             name, _, number = address.partition(":")
+            if name == route.host:  # `Host *` has itself for a jump
+                continue
             via = await _connect(
-                name,
-                configs,
+                SSHRoute(host=name, config=route.config),
                 asyncio.get_running_loop().create_future(),
                 via=via,
                 username=user or (),
@@ -167,7 +173,7 @@ async def _connect(
     known = _known_hosts(config)
     try:
         connection = await asyncssh.connect(
-            host,
+            route.host,
             client_factory=Client,
             tunnel=via,
             options=options,
@@ -180,7 +186,7 @@ async def _connect(
         if via is not None:
             via.close()
         if isinstance(error, asyncssh.HostKeyNotVerifiable):
-            raise _stranger(host, options, known) from error
+            raise _stranger(route, options, known) from error
         raise
     if via is not None:
         connection.set_tunnel(via)  # ends with it
@@ -188,7 +194,7 @@ async def _connect(
 
 
 def _stranger(
-    host: str, options: asyncssh.SSHClientConnectionOptions, known: Sequence[str]
+    route: SSHRoute, options: asyncssh.SSHClientConnectionOptions, known: Sequence[str]
 ) -> ProviderError:
     """What to say of a host key that is not the known one, or not known at all."""
     import asyncssh
@@ -198,14 +204,14 @@ def _stranger(
     files = " and ".join(known) or KNOWN_HOSTS[0]
     if any(asyncssh.read_known_hosts(known).match(name, "", port)[0]):
         return ProviderError(
-            f"{host} shows another host key than the one in {files}: it is another machine, a new "
-            "one under an old address, or somebody in between. If you know why, remove the old "
-            f"key (ssh-keygen -R '{name if port is None else f'[{name}]:{port}'}') and look at "
-            f"the new one: ssh {host}"
+            f"{route.host} shows another host key than the one in {files}: it is another machine, "
+            "a new one under an old address, or somebody in between. If you know why, remove the "
+            f"old key (ssh-keygen -R '{name if port is None else f'[{name}]:{port}'}') and look at "
+            f"the new one: {_typed(route)}"
         )
     return ProviderError(
-        f"The host key of {host} is not known: it is not in {files}. Log in once by hand, compare "
-        f"the fingerprint and accept it: ssh {host}"
+        f"The host key of {route.host} is not known: it is not in {files}. Log in once by hand, "
+        f"compare the fingerprint and accept it: {_typed(route)}"
     )
 
 
@@ -226,16 +232,17 @@ def _configs(route: SSHRoute) -> list[str]:
     """The configuration files that `ssh` would read for the route."""
     if route.config is not None:
         return [str(Path(route.config).expanduser())]
-    return [path for name in CONFIGS if (path := str(Path(name).expanduser())) and _is_file(path)]
-
-
-def _is_file(path: str) -> bool:
-    return Path(path).is_file()
+    paths = [Path(name).expanduser() for name in CONFIGS]
+    return [str(path) for path in paths if path.is_file()]
 
 
 def _typed(route: SSHRoute) -> str:
     """What a person would type to log in."""
-    return f"ssh {route.host}" if route.config is None else f"ssh -F {route.config} {route.host}"
+    return shlex.join(["ssh", *_options(route), route.host])
+
+
+def _options(route: SSHRoute) -> list[str]:
+    return [] if route.config is None else ["-F", str(Path(route.config).expanduser())]
 
 
 class _Login:
@@ -265,7 +272,7 @@ class _Login:
                 lambda: cast("asyncssh.SSHTCPSession[bytes]", end), "127.0.0.1", self._port
             )
         except asyncssh.ChannelOpenError as error:
-            if self._connection.is_closed():
+            if self._connection.is_closed() or error.reason == CLOSED:
                 raise LinkLostError from error
             if error.code == asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED:
                 raise ProviderError(
@@ -292,40 +299,44 @@ class _Command:
     address: str | None = None
 
     def __init__(
-        self, route: SSHRoute, port: int, folder: tempfile.TemporaryDirectory[str]
+        self,
+        host: str,
+        folder: tempfile.TemporaryDirectory[str],
+        socket: Path,
+        process: asyncio.subprocess.Process,
     ) -> None:
-        self._host = route.host
+        self._host = host
         self._folder = folder
-        self._socket = Path(folder.name) / "port"
-        self._command = [
+        self._socket = socket
+        self._process = process
+        self._said = ""
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, route: SSHRoute, port: int) -> _Command:
+        folder = tempfile.TemporaryDirectory(prefix="art-ssh-")
+        socket = Path(folder.name) / "port"
+        process = await asyncio.create_subprocess_exec(
             "ssh",
-            *(() if route.config is None else ("-F", str(Path(route.config).expanduser()))),
+            *_options(route),
             *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"),
             *("-o", "ExitOnForwardFailure=yes", "-o", f"ConnectTimeout={LOGIN_SECONDS:.0f}"),
             *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),
             *("-o", f"ServerAliveCountMax={KEEPALIVES}"),
-            *("-N", "-T", "-L", f"{self._socket}:127.0.0.1:{port}", "--", route.host),
-        ]
-        self._said = ""
-
-    @classmethod
-    async def start(cls, route: SSHRoute, port: int) -> _Command:
-        link = cls(route, port, tempfile.TemporaryDirectory(prefix="art-ssh-"))
+            *("-N", "-T", "-L", f"{socket}:127.0.0.1:{port}", "--", route.host),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        link = cls(route.host, folder, socket, process)
         try:
-            await link._start()
+            await link._logged_in()
         except BaseException:
             link.close()
             raise
         return link
 
-    async def _start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        self._reading = asyncio.create_task(self._read())
+    async def _logged_in(self) -> None:
         try:
             async with asyncio.timeout(2 * LOGIN_SECONDS):
                 while not self._socket.exists():  # it is made after the login
@@ -359,6 +370,6 @@ class _Command:
         return f"ssh ended: {self._said or self._process.returncode}"
 
     def close(self) -> None:
-        if hasattr(self, "_process") and self._process.returncode is None:
+        if self._process.returncode is None:
             self._process.kill()
         self._folder.cleanup()

@@ -269,6 +269,10 @@ def have_a_broken_configuration(sshd: Sshd) -> None:
     change(sshd, f"Port {sshd.port}", "Port ssh")
 
 
+def have_no_configuration(sshd: Sshd) -> None:
+    sshd.config.unlink()
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -279,6 +283,7 @@ def have_a_broken_configuration(sshd: Sshd) -> None:
         (have_another_key, ProviderError, "does not let this user in.*ssh-add"),
         (have_no_such_host, ServerUnavailableError, "address of gpu-box can't be found"),
         (Sshd.stop, ServerUnavailableError, "gpu-box refuses ssh connections"),
+        (have_no_configuration, ConfigError, "No such file or directory: .*ssh_config"),
         (have_a_broken_configuration, ConfigError, "ssh_config line 3: Invalid Port"),
     ],
 )
@@ -323,7 +328,7 @@ async def test_a_key_with_a_passphrase_comes_from_the_agent(
 
 
 async def test_over_another_machine(sshd: Sshd, server: ServerProcess) -> None:
-    lines = sshd.config.read_text().replace("Host gpu-box", "Host inner\n  ProxyJump gpu-box")
+    lines = sshd.config.read_text().replace("Host gpu-box", "Host *\n  ProxyJump gpu-box")
     sshd.config.write_text(sshd.config.read_text() + lines)
     tunnel = await open_tunnel(SSHRoute(host="inner", config=str(sshd.config)), server.port)
     assert "by asyncssh" in repr(tunnel)
