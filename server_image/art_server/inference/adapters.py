@@ -125,8 +125,9 @@ class AdapterModel:
         return args, {**kwargs, "adapter_names": self._row_names}
 
 
-def check_adapter(folder: Path) -> int:
-    """The rank of the plain LoRA in `folder`. Raises `ConfigError` if there is none."""
+def check_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None = None) -> int:
+    """The rank of the plain LoRA in `folder`. Raises `ConfigError` if there is none, or if it does
+    not fit a base model of these `shapes` (out x in, by name)."""
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"There is no adapter_model.safetensors in {folder}.")
     try:
@@ -140,12 +141,12 @@ def check_adapter(folder: Path) -> int:
             f"The adapter in {folder} is not plain LoRA ({config.peft_type}). This server serves "
             "LoRA without DoRA and without modules_to_save."
         )
+    if shapes is not None:
+        _check_shapes(folder, shapes)
     return max([config.r, *(config.rank_pattern or {}).values()])
 
 
-def check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ConfigError` unless each matrix of the LoRA in `folder` fits one of a base model,
-    whose `shapes` are out x in by name."""
+def _check_shapes(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         for key in file.keys():  # noqa: SIM118
             name, kind = key.removeprefix("base_model.model.").rsplit(".lora_", 1)

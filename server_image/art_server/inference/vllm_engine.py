@@ -25,7 +25,7 @@ from art_cloud.errors import (
     ServerUnavailableError,
 )
 
-from .adapters import check_adapter, check_shapes
+from .adapters import check_adapter
 from .engine import EngineStats, Route, not_loaded
 from .vllm_bodies import Call, events, known_parameters, prepare, refused
 from .vllm_process import BASE, VllmProcess, VllmSettings
@@ -114,8 +114,7 @@ class VllmEngine:
                     f"Policy {policy!r} is loaded from another folder. A name always means one set "
                     "of weights: load this one under a new step."
                 )
-            rank = await asyncio.to_thread(check_adapter, folder)
-            await asyncio.to_thread(check_shapes, folder, self._shapes)
+            rank = await asyncio.to_thread(check_adapter, folder, self._shapes)
             if rank > self.settings.max_rank:
                 await self._raise_rank(policy, rank)
             if len(self._adapters) >= self.slots:
