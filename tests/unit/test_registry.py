@@ -3,11 +3,13 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from art_cloud.errors import ConfigError
+from art_cloud.protocol import ServerInfo
 from art_cloud.providers import ClusterSpec
 from art_cloud.registry import Registry, Use, default_name, home, in_use
 
@@ -121,3 +123,68 @@ def test_bad_names_are_refused(name: str) -> None:
 def test_the_default_name_is_the_same_on_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOGNAME", "Zoë O'Neil")
     assert default_name("local") == default_name("local") == "art-Zo-O-Neil-local"
+
+
+def server_info(started: str, steps: int) -> ServerInfo:
+    return ServerInfo(
+        version="1",
+        protocol=1,
+        base_model=None,
+        engine="transformers",
+        device="cpu",
+        store="s",
+        policies=[],
+        jobs_queued=0,
+        requests_running=0,
+        requests_waiting=0,
+        training=None,
+        started_at=datetime.fromisoformat(started),
+        steps_made=steps,
+        tokens_sampled=100 * steps,
+        tokens_trained=10 * steps,
+    )
+
+
+def test_what_servers_say_adds_up_to_a_receipt_that_stays() -> None:
+    registry = Registry()
+    record, _ = registry.claim("a", SPEC)
+    assert record.spec.launched_at == record.created_at
+    assert registry.usage(record) is None
+    first, second = "2026-11-20T12:00:00Z", "2026-11-20T13:00:00Z"
+    for said in (server_info(first, 2), server_info(first, 3), server_info(second, 1)):
+        registry.note(record, said)  # the second one replaced a lost machine
+    usage = registry.usage(record)
+    assert usage is not None
+    assert usage[1:] == (4, 40, 400)
+
+    receipt = registry.end(record, seen_to_end=True)
+    assert (receipt.steps, receipt.tokens_trained, receipt.tokens_sampled) == (4, 40, 400)
+    assert Registry().list() == []
+    again, fresh = registry.claim("a", SPEC)
+    assert fresh
+    assert registry.usage(again) is None
+    registry.end(again, seen_to_end=False)
+    assert [one.steps for one in Registry().receipts()] == [4, None]
+    registry.end(record, seen_to_end=True)  # a second `down` at the same time
+    assert len(Registry().receipts()) == 2
+
+
+def test_phases_are_of_one_launch() -> None:
+    registry = Registry()
+    old, _ = registry.claim("a", SPEC)
+    registry.add_phase(old, "provision", 1.5)
+    registry.add_phase(old, "boot", 2.5)
+    assert Registry().phases(old) == [("provision", 1.5), ("boot", 2.5)]
+    registry.end(old, seen_to_end=True)
+    new, _ = registry.claim("a", SPEC)
+    assert registry.phases(new) == []
+
+
+def test_a_state_is_set_of_this_launch_only() -> None:
+    registry = Registry()
+    old, _ = registry.claim("a", SPEC)
+    registry.remove(old)
+    registry.claim("a", SPEC)
+    registry.set_state(old, "running")
+    assert [record.state for record in registry.list()] == ["starting"]
+    assert registry.receipts() == []
