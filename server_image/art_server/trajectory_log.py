@@ -38,8 +38,8 @@ MOST_BYTES = 1 << 30
 SAMPLE = pa.struct(
     [
         ("policy", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
+        ("prompt_ids", pa.list_(pa.uint32())),
+        ("completion_ids", pa.list_(pa.uint32())),
         ("logprobs", pa.list_(pa.float32())),
         ("temperature", pa.float64()),
         ("masked", pa.bool_()),
@@ -110,14 +110,20 @@ def keeper(
     The file is made from now on and written then: there is none of a step that was not counted. If
     only the writing fails, the step stands, and a warning says so.
     """
-    making = asyncio.create_task(asyncio.to_thread(_of_batch, batch, step, call_id, base))
+    work = asyncio.to_thread(_of_batch, batch, step, call_id, base)
+    making = asyncio.gather(work, return_exceptions=True)  # nobody asks, if there is no step
 
     async def keep() -> None:
         try:
-            await asyncio.to_thread(_put, checkpoints, TRAIN, step, call_id, await making)
-        except StoreError as error:
+            [made] = await making
+            if isinstance(made, BaseException):
+                raise made
+            await asyncio.to_thread(_put, checkpoints, TRAIN, step, call_id, made)
+        except Exception as error:  # whatever it is, the step is stored already
             text = f"The trajectories of step {step} were not kept; the step itself is. {error}"
-            log.warning("%s: %s", checkpoints.name, text)
+            log.warning(
+                "%s: %s", checkpoints.name, text, exc_info=not isinstance(error, StoreError)
+            )
             report({"phase": "done", "warning": text})
 
     return keep

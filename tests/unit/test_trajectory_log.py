@@ -152,3 +152,17 @@ def test_a_sample_that_was_not_sent_is_refused(runtime: Runtime, tmp_path: Path)
     with pytest.raises(InvalidRequestError, match="not among the 3 sent"):
         write_logged(runtime.checkpoints(NAME), entry, None)
     assert files(tmp_path) == []
+
+
+async def test_a_file_that_can_not_be_made_does_not_fail_the_step(
+    runtime: Runtime, programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object, **__: object) -> str:
+        raise OverflowError("A tokenizer that can't write this id.")
+
+    assert runtime.base is not None
+    monkeypatch.setattr(runtime.base.tokenizer, "decode", break_down)
+    told: list[dict[str, Any]] = []
+    result = await run(programs, "train", encode_batch(batch(NAME, 1, groups=1)), told=told)
+    assert (result.step, runtime.newest(NAME).step, files(tmp_path)) == (1, 1, [])
+    assert any("can't write this id" in data.get("warning", "") for data in told)
