@@ -490,13 +490,14 @@ async def test_the_scripts_work_by_hand_as_their_page_says(box: Box, tmp_path: P
     assert shell.returncode == 0
     answers = [line for line in output.decode().splitlines() if line.startswith("{")]
     has, started, where, first, stopped, last = map(json.loads, answers)
-    assert (started["state"], where["state"], stopped) == ("started", "running", {"ended": True})
-    assert [server["state"] for server in first["servers"]] == ["running"]
+    assert (started["state"], stopped) == ("started", {"ended": True})
+    assert where["state"] in ("starting", "running")  # after ten seconds
+    assert [server["name"] for server in first["servers"]] == ["mine"]
     assert (has["gpus"], last) == ([], {"servers": [], "logs": ["mine"]})
 
 
 async def test_the_example_trains_on_a_box(box: Box, tmp_path: Path, tiny_model: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "ssh" / "train.py", "--smoke"]
+    command = [sys.executable, str(ROOT / "examples" / "ssh" / "train.py"), "--smoke"]
     command += ["--host", box.host, "--store", (tmp_path / "store").as_uri()]
     command += ["--base-model", str(tiny_model)]
     command += ["-o", f"ssh_config={box.config}", "-o", f"python={sys.executable}"]
