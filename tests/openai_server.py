@@ -186,11 +186,12 @@ def either(generator: Reply, judge: Reply) -> Reply:
 
 
 def scores(by_id: dict[str, float]) -> str:
+    """A judge's answer, in an order of its own."""
     return json.dumps(
         {
             "scores": [
                 {"trajectory_id": id, "explanation": f"It earns {score}.", "score": score}
-                for id, score in by_id.items()
+                for id, score in sorted(by_id.items())
             ]
         }
     )
