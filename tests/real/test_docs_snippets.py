@@ -120,6 +120,7 @@ async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGrou
         "docs/deploy.md",
         "docs/recording.md",
         "docs/pipeline.md",
+        "docs/money.md",
     ],
 )
 async def test_every_snippet_of_a_page_runs(page: str, server: Server, tiny_model: Path) -> None:

@@ -155,3 +155,9 @@ def test_no_link_is_dead(page: Path) -> None:
         assert there.exists(), target
         if fragment:
             assert fragment in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text()):
+        assert f"def {name}(" in read(path)
