@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREADS = 8
-PART = 16 << 20
-"""Bytes of a part; S3 takes 5 MiB to 5 GiB, and 10,000 parts."""
+PART = 64 << 20
+"""Bytes of a part that is sent; S3 takes 5 MiB to 5 GiB, and 10,000 parts. Each costs the server
+more than its bytes."""
+RANGE = 16 << 20
+"""Bytes that are asked for at once."""
 MOST_PARTS = 10_000
 CHUNK = 1 << 20
 BREAKS = 5
@@ -158,7 +161,7 @@ def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Mo
         descriptor = file.fileno()
 
         def fetch(start: int) -> None:
-            end, breaks = min(start + PART, size), 0
+            end, breaks = min(start + RANGE, size), 0
             while start < end:
                 before = start
                 try:
@@ -175,7 +178,7 @@ def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Mo
                         raise
                     time.sleep(0.1 * 2**breaks)
 
-        _each(pool, fetch, range(0, size, PART))
+        _each(pool, fetch, range(0, size, RANGE))
 
 
 def _each(pool: Executor, work: Callable[[int], None], items: Iterable[int]) -> None:

@@ -55,6 +55,7 @@ def of_folder(tmp_path: Path) -> Subject:
 
 def of_server(server: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Subject:
     monkeypatch.setattr("art_cloud.s3.ATTEMPTS", 1)
+    monkeypatch.setattr("art_cloud.s3_transfer.PART", 16 << 20)
     server.use(monkeypatch, AWS_ENDPOINT_URL=proxy.url)
     bucket, client = server.make_bucket(), server.client()
     return Subject(

@@ -52,6 +52,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("art_cloud.s3.READ_SECONDS", 3)
     monkeypatch.setattr("art_cloud.s3_transfer.BREAKS", 2)
     monkeypatch.setattr("art_cloud.s3_transfer.PART", 5 * MIB)
+    monkeypatch.setattr("art_cloud.s3_transfer.RANGE", 5 * MIB)
 
 
 @pytest.fixture
