@@ -5,13 +5,15 @@ asks them in turn; a figure is the median of its rounds. `ours` and `peer` are m
 connection and the first byte of its answer; `ratio` is the smallest of the four ratios. A stream is
 of 25 parts that are sent 50 ms apart: 1.25 s is what all 64 take at best. `direct` is without a
 tunnel. `back_s` is the time from the death of the sshd's session to the answer of a call that is
-made right then, the longest of all rounds; `ssh -N -L` exits when that happens to it.
+made right then, the longest of all rounds; `ssh -N -L` exits when that happens to it. `load` is the
+machine's at the end: 1 is one busy core.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import socket
 import statistics
 import subprocess
@@ -214,6 +216,7 @@ def main() -> None:
         kills=KILLS,
         calls=KILLS * CALLS,
         failed_calls=sum(failed for _, failed in kills),
+        load=round(os.getloadavg()[0], 1),
     )
 
 
