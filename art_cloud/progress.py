@@ -59,13 +59,13 @@ class Bar:
 class _Amount(ProgressColumn):
     """ "3/10", or "1.2/3.4 MB 5.6 MB/s"."""
 
-    count = MofNCompleteColumn()
-    bytes_columns = (DownloadColumn(), TransferSpeedColumn())
+    count, size, rate = MofNCompleteColumn(), DownloadColumn(), TransferSpeedColumn()
 
     def render(self, task: Task) -> Text:
         if not task.fields["in_bytes"]:
             return self.count.render(task)
-        return Text(" ").join(column.render(task) for column in self.bytes_columns)
+        known = bool(task.finished_speed or task.speed)
+        return Text(" ").join([self.size.render(task), *([self.rate.render(task)] * known)])
 
 
 @dataclass

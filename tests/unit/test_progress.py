@@ -37,6 +37,22 @@ def test_two_bars_share_the_terminal(terminal: io.StringIO) -> None:
     assert "reward 0.5" in shown
 
 
+def test_a_bar_of_bytes_has_their_units(terminal: io.StringIO) -> None:
+    with progress.progress("pull", in_bytes=True) as bar:
+        bar.update(1_500_000, 4_000_000)
+        bar.update(4_000_000)
+    assert "4.0/4.0 MB" in terminal.getvalue()
+
+
+def test_without_a_terminal_bytes_have_units_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.delenv("ART_PROGRESS", raising=False)
+    monkeypatch.setattr(progress, "console", Console(file=written))
+    with progress.progress("pull", in_bytes=True) as bar:
+        bar.update(4_000_000, 4_000_000)
+    assert written.getvalue().startswith("pull: 4.0 MB/4.0 MB in ")
+
+
 def test_an_error_in_the_block_ends_the_bar(terminal: io.StringIO) -> None:
     with pytest.raises(ValueError, match="no"), progress.progress("play", total=4):
         raise ValueError("no")
