@@ -64,7 +64,7 @@ format: .venv/dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm)  ## run a benchmark (NAME=train_vs_trl)
+bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm) $(if $(filter store_push,$(NAME)),.venv/dev .venv-swift)  ## run a benchmark (NAME=train_vs_trl)
 	@test -n "$(NAME)" || { echo "Name one: make bench NAME=..., of:"; ls benchmarks/*.py | sed 's|benchmarks/||; s|\.py||; /harness/d; s|^|  |'; exit 2; }
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
