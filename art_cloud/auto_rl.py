@@ -34,7 +34,7 @@ from .progress import progress, say
 from .rewards import DEFAULT_RUBRIC, ruler_score_group
 from .rollout import gather_trajectory_groups
 from .scenarios import Scenario, generate_scenarios, load_scenarios, save_scenarios
-from .structured import ChatOptions
+from .structured import ChatOptions, open_chat
 from .tools import FunctionTools, Toolkit
 from .trajectory import Trajectory, TrajectoryGroup
 
@@ -114,20 +114,21 @@ async def auto(
         TooManyExceptionsError: more than one rollout in ten failed.
         And what `ruler`, `generate_scenarios` and `backend.train` raise.
     """
-    tasks = await _tasks(
-        scenarios, description, generator_model or judge_model, tools, count, seed, options
-    )
-    held_out = [one for one in tasks if one.split == "test"]
-    train = [one for one in tasks if one.split == "train"]
-    if not held_out or not train:
-        raise ConfigError(
-            f"{scenarios} has {len(train)} tasks to train on and {len(held_out)} that are held "
-            'out. It needs both: give some the split "train", others "test".'
-        )
     if steps < 1 or groups_per_step < 1 or rollouts_per_group < 2:
         raise ConfigError(
             "A run needs at least one step of one group, and two rollouts in it to compare."
         )
+    tasks = await prepare_scenarios(
+        scenarios,
+        description,
+        generator_model or judge_model,
+        tools=tools,
+        count=count,
+        seed=seed,
+        **options,
+    )
+    held_out = [one for one in tasks if one.split == "test"]
+    train = [one for one in tasks if one.split == "train"]
     await model.register(backend)
 
     async def attempt(one: Scenario, step: int | None = None) -> Trajectory:
@@ -180,10 +181,38 @@ async def auto(
     return await _report(model, newest, await scored(pairs, "held-out tasks"))
 
 
-async def _tasks(
+async def prepare_scenarios(
     path: Path,
     description: str,
-    generator: str | Model[Any],
+    generator_model: str | Model[Any],
+    *,
+    tools: Toolkit | None = None,
+    count: int = 32,
+    seed: int = 0,
+    **options: Unpack[ChatOptions],
+) -> list[Scenario]:
+    """The tasks in `path`, of both splits; if there is no such file, new ones are written to it.
+
+    Raises:
+        ConfigError: no task is held out, or none is left to train on; or it is not known where the
+            generator answers, even if it is not needed: the judge is mostly the same.
+        And what `generate_scenarios` and `load_scenarios` raise.
+    """
+    async with open_chat(generator_model, options):
+        pass
+    tasks = await _load_or_generate(path, description, generator_model, tools, count, seed, options)
+    if {one.split for one in tasks} != {"train", "test"}:
+        raise ConfigError(
+            f"All tasks of {path} are of the split {tasks[0].split!r}. It needs both: some to "
+            'train on ("train") and some that are held out ("test").'
+        )
+    return tasks
+
+
+async def _load_or_generate(
+    path: Path,
+    description: str,
+    generator_model: str | Model[Any],
     tools: Toolkit | None,
     count: int,
     seed: int,
@@ -199,7 +228,7 @@ async def _tasks(
         resources = list(await tools.resources())
     tasks = await generate_scenarios(
         description,
-        generator,
+        generator_model,
         count=count,
         tools=schemas,
         resources=resources,

@@ -85,8 +85,9 @@ def auto(
     max_turns: Annotated[int, typer.Option(min=1, help="Answers of one attempt.")] = 10,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 1024,
     model: Annotated[str | None, typer.Option(metavar="PROJECT/MODEL")] = None,
-    provider: Annotated[str, typer.Option(help="Where it is trained.")] = "local",
-    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Cluster to train on. Default: a local one for this run.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train an agent from a description: tasks, rewards and evaluation by other models."""
@@ -98,16 +99,19 @@ def auto(
     async def train() -> auto_rl.AutoResult:
         agent = auto_rl.make_model(model, description, base_model)
         toolkit = auto_rl.make_tools(tools, mcp)
-        async with cluster.up(provider, base_model=base_model, store=store) as backend:
+        path = scenarios or Path(f"{agent.name}.jsonl")
+        await auto_rl.prepare_scenarios(
+            path, description, generator or judge, tools=toolkit, count=count
+        )
+        up = cluster.up("local", name=f"auto-{agent.name}"[:60], base_model=base_model)
+        async with cluster.connect(name=name) if name else up as backend:
             return await auto_rl.auto(
                 agent,
                 backend,
                 description,
                 judge_model=judge,
-                generator_model=generator,
                 tools=toolkit,
-                scenarios=scenarios or Path(f"{agent.name}.jsonl"),
-                count=count,
+                scenarios=path,
                 steps=steps,
                 config=TrainConfig(learning_rate=learning_rate),
                 max_turns=max_turns,

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import art_cloud as art
 from art_cloud.auto_rl import SHOWN, _chosen, print_result
+from art_cloud.cli import app
 
 
 def test_every_task_comes_once_in_each_pass() -> None:
@@ -55,5 +57,19 @@ async def test_tasks_of_both_kinds_are_needed(split: str, tmp_path: Path) -> Non
     model: art.TrainableModel = art.TrainableModel(name="m", project="p", base_model="tiny")
     backend = art.Backend("http://127.0.0.1:9", "token")
     with pytest.raises(art.ConfigError, match="It needs both"):
-        await art.auto(model, backend, "x", judge_model="j", scenarios=path)
+        await art.auto(model, backend, "x", judge_model="j", scenarios=path, api_key="k")
     await backend.close()
+
+
+def test_without_a_key_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    Path("tasks.jsonl").write_text('{"task": "x"}\n{"task": "y", "split": "test"}\n')
+    command = ["auto", "Answers", "--base-model", "tiny", "--judge", "j"]
+    result = CliRunner().invoke(app, [*command, "--scenarios", "tasks.jsonl"])
+    assert result.exit_code == 1
+    assert "set OPENAI_API_KEY" in result.output
+    assert not list(tmp_path.glob("home/**/*.log"))
+    wrong = CliRunner().invoke(app, [*command, "--tools", "none.py"])
+    assert (wrong.exit_code, "no Python file" in wrong.output) == (1, True)
