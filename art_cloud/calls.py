@@ -58,19 +58,26 @@ class Calls:
         """Have the server do it, show how far it is, and return what came of it."""
         call = _Call("POST", f"{path_of(name)}/{kind}", content)
         with progress(description) as bar:
-            for attempt in range(1, RESUBMISSIONS + 1):
-                try:
-                    await self._release_durable(name)
-                    ended = await self._run(self._server, call, bar)
-                    break
-                except NotFoundError:
-                    if attempt == RESUBMISSIONS or name not in self._registered:
-                        raise
-                    await self._register(self._server, name, self._registered[name], bar)
-        call.result = _result(ended)
+            try:
+                call.result = await self._make(name, call, bar)
+            except RivalError:
+                self._kept[name].clear()  # whatever was on its way has lost its number
+                raise
         if not call.result.durable:
             self._kept[name].append(call)
         return call.result
+
+    async def _make(self, name: ModelName, call: _Call, bar: Bar) -> StepResult:
+        for attempt in count(1):
+            try:
+                await self._release_durable(name)
+                ended = await self._run(self._server, call, bar)
+                break
+            except NotFoundError:
+                if attempt == RESUBMISSIONS or name not in self._registered:
+                    raise
+                await self._register(self._server, name, self._registered[name], bar)
+        return _result(ended)
 
     async def go_on_at(self, server: ServerClient) -> None:
         """Prepare another server, to which the calls of this client will go from now on."""
@@ -123,6 +130,7 @@ class Calls:
         for call in lacking:
             assert call.result is not None
             if call.result.step != found.step + 1:
+                self._kept[name].clear()
                 raise RivalError(
                     f"{call.result.policy} was made by this program, and its server was lost "
                     f"before the step was in the store. Now {name} is at step {found.step}: "

@@ -196,7 +196,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     )
     programs = Programs(runtime, max_bytes)
     jobs = Jobs(journal, programs.by_kind())
-    programs.publisher.made_durable = jobs.make_durable
+    programs.publisher.note_stored = jobs.note_stored
     guardian = Guardian(
         limits,
         busy=lambda: jobs.current is not None or runtime.sampling,

@@ -68,16 +68,17 @@ class _Commit:
 class Commits:
     """At most one step of each model is served and not durable.
 
-    `durable` is told of each that is, and `lost` of one whose number another server took.
+    `durable` is told of each that is, and `failed` of one that could not be stored: with a
+    `RivalError` if another server took its number.
     """
 
     def __init__(
         self,
         durable: Callable[[Manifest], Awaitable[None]],
-        lost: Callable[[Manifest, RivalError], Awaitable[None]],
+        failed: Callable[[Manifest, ArtCloudError], Awaitable[None]],
     ) -> None:
         self._durable = durable
-        self._lost = lost
+        self._failed = failed
         self._commits: dict[ModelName, _Commit] = {}
 
     @property
@@ -127,10 +128,11 @@ class Commits:
             manifest = await storing
         except RivalError as error:
             del self._commits[draft.name]
-            await self._lost(draft, error)
+            await self._failed(draft, error)
             raise
         except ArtCloudError as error:
             log.error("%s is served, and could not be stored: %s", draft.policy, error)
+            await self._failed(draft, error)
             raise
         except Exception:
             log.exception("%s is served, and could not be stored", draft.policy)

@@ -24,6 +24,7 @@ from art_cloud.errors import (
     ConfigError,
     ConflictError,
     NotFoundError,
+    RivalError,
     ServerStoppingError,
     StoreFullError,
 )
@@ -195,8 +196,16 @@ class Journal:
         whole = result.model_copy(update={"durable": True})
         with self._transaction():
             self._db.execute(
-                "UPDATE jobs SET result = ?, body = NULL WHERE id = ?",
+                "UPDATE jobs SET result = ?, error = NULL, body = NULL WHERE id = ?",
                 (whole.model_dump_json(), job),
+            )
+
+    def note_not_durable(self, job: str, error: ErrorBody, *, lost: bool) -> None:
+        """Note why the step of a job that is done could not be stored; `lost`: it never will be."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE jobs SET error = ?, body = iif(?, NULL, body) WHERE id = ?",
+                (error.model_dump_json(), lost, job),
             )
 
     def add_event(self, job: str, type_: str, data: dict[str, Any]) -> None:
@@ -306,11 +315,16 @@ class Jobs:
             log.error("nobody could be told: %s", error)
         asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
 
-    async def make_durable(self, job: str) -> None:
-        """Note that a job's step is in the store, once the job is settled."""
+    async def note_stored(self, job: str, error: ArtCloudError | None) -> None:
+        """Note that a job's step is in the store or why it is not, once the job is settled."""
         async with self._news:
             await self._news.wait_for(lambda: self.current is None or self.current.id != job)
-        await asyncio.to_thread(self.journal.make_durable, job)
+        if error is None:
+            await asyncio.to_thread(self.journal.make_durable, job)
+        else:
+            lost = isinstance(error, RivalError)
+            body = ErrorBody(message=str(error), type="job_error", code=error.code)
+            await asyncio.to_thread(self.journal.note_not_durable, job, body, lost=lost)
 
     async def stop(self, grace: float) -> None:
         """Let the running job finish for `grace` seconds, else leave it to the next server."""

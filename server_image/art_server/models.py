@@ -32,9 +32,12 @@ class Models:
 
         Raises `RivalError` if the model is fenced.
         """
+        self.check_not_fenced(name)
+        return self.known(name)
+
+    def check_not_fenced(self, name: ModelName) -> None:
         if name in self._fenced:
             raise RivalError(self._fenced[name])
-        return self.known(name)
 
     def known(self, name: ModelName) -> Manifest:
         """The newest step that this server had, of a fenced model too."""

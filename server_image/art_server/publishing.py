@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from art_cloud.checkpoints import Manifest
-from art_cloud.errors import RivalError, StoreFullError
+from art_cloud.errors import ArtCloudError, RivalError, StoreFullError
 from art_cloud.protocol import StepResult
 from art_cloud.store import Blob
 from art_cloud.transfer import Rate
@@ -30,7 +30,7 @@ async def nothing() -> None:
     pass
 
 
-async def nobody(call_id: str) -> None:
+async def nobody(call_id: str, error: ArtCloudError | None) -> None:
     pass
 
 
@@ -39,9 +39,9 @@ class Publisher:
     served, and it is stored behind its job."""
 
     def __init__(self, runtime: Runtime, pruner: Pruner) -> None:
-        self.commits = Commits(self._durable, self._lost)
-        self.made_durable: Callable[[str], Awaitable[None]] = nobody
-        """Told the id of a call whose step became durable after its job."""
+        self.commits = Commits(self._durable, self._not_durable)
+        self.note_stored: Callable[[str, ArtCloudError | None], Awaitable[None]] = nobody
+        """Told the id of a call whose step was stored after its job, or could not be."""
         self._runtime = runtime
         self._pruner = pruner
 
@@ -75,6 +75,7 @@ class Publisher:
                 }
                 draft = draft.model_copy(update=found)
                 await self.commits.settled(draft.name)
+                runtime.models.check_not_fenced(draft.name)
                 if behind:
                     await saved
                     runtime.hold(draft.policy)
@@ -126,13 +127,18 @@ class Publisher:
         self._runtime.models.set_newest(manifest)
         self._runtime.release(manifest.policy)
         self._pruner.after(manifest)
-        try:
-            await self.made_durable(manifest.call_id)
-        except StoreFullError as error:
-            log.error("%s is in the store, which could not be noted: %s", manifest.policy, error)
+        await self._note(manifest, None)
 
-    async def _lost(self, draft: Manifest, error: RivalError) -> None:
-        """A step that is the newest here will never be in the store."""
-        self._runtime.models.fence(draft.name, error)
-        self._runtime.release(draft.policy)
-        await self._runtime.unload(draft.policy)
+    async def _not_durable(self, draft: Manifest, error: ArtCloudError) -> None:
+        """A step that is the newest here could not be stored, or never will be."""
+        if isinstance(error, RivalError):
+            self._runtime.models.fence(draft.name, error)
+            self._runtime.release(draft.policy)
+            await self._runtime.unload(draft.policy)
+        await self._note(draft, error)
+
+    async def _note(self, manifest: Manifest, error: ArtCloudError | None) -> None:
+        try:
+            await self.note_stored(manifest.call_id, error)
+        except StoreFullError as full:
+            log.error("what became of %s could not be noted: %s", manifest.policy, full)

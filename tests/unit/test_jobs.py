@@ -352,7 +352,7 @@ async def test_a_job_whose_step_is_not_durable_is_done_again_after_a_restart(
     await followed(jobs, second)
     assert program.ran == [first, second]
     assert journal.repeated() == set()
-    await jobs.make_durable(first)
+    await jobs.note_stored(first, None)
     assert journal.get(first).durable
     await jobs.stop(10)
     journal.close()
@@ -369,7 +369,7 @@ async def test_a_step_that_is_durable_before_its_job_is_settled(
     marking: list[asyncio.Task[None]] = []
 
     async def behave(job: JobInfo, report: Report) -> None:
-        marking.append(asyncio.create_task(jobs.make_durable(job.id)))
+        marking.append(asyncio.create_task(jobs.note_stored(job.id, None)))
         await asyncio.sleep(0.01)
 
     program.behave = behave
