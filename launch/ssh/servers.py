@@ -198,7 +198,7 @@ def log(options: argparse.Namespace) -> None:
             alive = options.follow and options.name in servers()
             shutil.copyfileobj(file, sys.stdout.buffer)
             sys.stdout.buffer.flush()
-            if not alive or reader.poll(POLL_SECONDS * 1000):
+            if not alive or reader.poll(int(POLL_SECONDS * 1000)):
                 return
 
 

@@ -12,88 +12,39 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
-import psutil
 import pytest
-from pydantic import SecretStr
 from typer.testing import CliRunner
 
 import art_cloud as art
 from art_cloud import fleet
 from art_cloud.cli import app
 from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
-from art_cloud.providers import ClusterSpec, SSHRoute, get_provider
+from art_cloud.providers import get_provider
 from art_cloud.registry import Registry
 from art_cloud.ssh_hosts import Options, default_hosts
 from art_cloud.ssh_login import login
 
-from ..sshd import Sshd, make_key, needs_sshd
+from ..s3_servers import S3Server, moto_server
+from ..ssh_box import Box, empty_at_the_end, spec
+from ..sshd import needs_sshd
 
 pytestmark = needs_sshd
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch" / "ssh"
 
 
-class Box(Sshd):
-    """A machine with a home of its own."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.home = folder / "home"
-        self.home.mkdir(parents=True)
-        super().__init__(folder, f"SetEnv HOME={self.home} {' '.join(options)}")
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """Of a cluster there."""
-        return {"host": self.host, "ssh_config": str(self.config), "python": sys.executable}
-
-    @property
-    def route(self) -> SSHRoute:
-        return SSHRoute(host=self.host, config=str(self.config))
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
-
-    def processes(self) -> list[psutil.Process]:
-        """Those of clusters, and what they left."""
-        found = []
-        for process in psutil.process_iter(["environ"]):
-            if (process.info["environ"] or {}).get("HOME") == str(self.home):
-                found.append(process)
-        return [process for process in found if not process.name().startswith("sshd")]
-
-
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
-    """At its end nothing may run there."""
-    with Box(tmp_path / "box") as box:
-        try:
-            yield box
-            assert box.processes() == []
-        finally:
-            for process in box.processes():
-                process.kill()
-
-
-def spec(options: dict[str, Any], **changes: Any) -> ClusterSpec:
-    return ClusterSpec.model_validate(
-        {
-            "provider": "ssh",
-            "store": "s3://bucket/art",
-            "options": options,
-            "token": SecretStr("one-token"),
-            **changes,
-        }
-    )
+    with empty_at_the_end(Box(tmp_path / "box")) as box:
+        yield box
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -111,10 +62,27 @@ async def art_cloud(*arguments: str) -> str:
 # ---------------------------------------------------------------- from a box to a trained agent
 
 
-async def test_an_agent_is_trained_on_a_box(box: Box, tmp_path: Path, tiny_model: Path) -> None:
-    model = art.TrainableModel(name="agent", project="tests", base_model=str(tiny_model))
-    store = (tmp_path / "store").as_uri()
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with moto_server(tmp_path / "s3") as server:
+        server.use(monkeypatch)
+        yield server
+
+
+async def test_an_agent_is_trained_on_a_box(s3: S3Server, tmp_path: Path, tiny_model: Path) -> None:
+    """Its credentials are those that this machine makes for it: the box has none of its own."""
+    store = f"s3://{s3.make_bucket()}/art"
+    with Box(tmp_path / "box", f"AWS_CA_BUNDLE={s3.ca}") as box:
+        await train_and_look(box, store, str(tiny_model))
+        assert box.processes() == []
+        for path in box.home.rglob("*"):
+            assert not path.is_file() or s3.secret_key.encode() not in path.read_bytes()
+
+
+async def train_and_look(box: Box, store: str, base_model: str) -> None:
+    model = art.TrainableModel(name="agent", project="tests", base_model=base_model)
     async with art.up("ssh", name="one", store=store, **box.asked) as backend:
+        assert (await backend.info()).store == store
         await model.register(backend)
         client = model.openai_client()
         answer = await client.chat.completions.create(
@@ -138,7 +106,6 @@ async def test_an_agent_is_trained_on_a_box(box: Box, tmp_path: Path, tiny_model
         await check_the_tunnel_of_the_command_line(box)
         assert (await backend.train(model, [group])).step == 2
     assert await fleet.status() == []
-    assert box.processes() == []
 
 
 async def check_the_tunnel_of_the_command_line(box: Box) -> None:
@@ -292,7 +259,7 @@ async def test_a_box_that_does_not_fit_says_why(
 async def test_a_host_that_there_is_not_leaves_nothing_recorded(box: Box) -> None:
     asked = {**box.asked, "host": "no-such-host.invalid"}
     with pytest.raises(NoMachineError, match=r"no-such-host\.invalid does not answer"):
-        await art.up("ssh", name="one", store="s3://bucket/art", **asked)
+        await art.up("ssh", name="one", store="file:///of/the/box", **asked)
     assert Registry().list() == []
 
 
@@ -305,7 +272,7 @@ async def test_one_that_another_started_is_left_alone(
 
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
     with pytest.raises(ConflictError, match="one runs on gpu-box that was started from elsewhere"):
-        await art.up("ssh", name="one", store="s3://bucket/art", **box.asked)
+        await art.up("ssh", name="one", store="file:///of/the/box", **box.asked)
     assert Registry().list() == []
 
     # found by whoever knows the host, recorded or not
@@ -313,79 +280,6 @@ async def test_one_that_another_started_is_left_alone(
     assert [one.name for one in await provider.list()] == ["one"]
     await fleet.down("one")
     assert await provider.list() == []
-
-
-# ---------------------------------------------------------------- logins
-
-
-async def refusal(route: SSHRoute) -> str:
-    with pytest.raises(ProviderError) as caught:
-        async with login(route):
-            pass
-    return str(caught.value)
-
-
-async def test_a_host_key_that_is_not_known_is_not_accepted(box: Box) -> None:
-    known = box.known_hosts.read_text()
-    box.known_hosts.write_text("")
-    message = await refusal(box.route)
-    assert f"The key of gpu-box is not known: nothing is said of [127.0.0.1]:{box.port}" in message
-    assert message.endswith(f"ssh -F {box.config} gpu-box")
-    assert box.known_hosts.read_text() == ""
-
-    make_key(box.folder / "other_key")
-    other = (box.folder / "other_key.pub").read_text()
-    box.known_hosts.write_text(f"[127.0.0.1]:{box.port} {other}")
-    assert "gpu-box has another key than the one that is known" in await refusal(box.route)
-
-    # the name under which gcloud, for one, keeps keys
-    box.known_hosts.write_text(known.replace(f"[127.0.0.1]:{box.port}", "compute.17"))
-    with box.config.open("a") as config:
-        config.write("  HostKeyAlias compute.17\n")
-    async with login(box.route) as there:
-        assert (await there.run("servers.py", "list"))["servers"] == []
-
-
-async def test_a_key_that_is_not_taken(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    (box.folder / "client_key.pub").write_text("")
-    assert "gpu-box takes none of your keys" in await refusal(box.route)
-
-
-async def test_a_box_that_is_off_is_unknown_not_stopped(box: Box) -> None:
-    record, _ = Registry().claim("one", spec(box.asked))
-    Registry().set_state(record, "running")
-    box.stop()
-    assert "gpu-box does not answer" in await refusal(box.route)
-    [found] = await fleet.status()
-    assert found.state == "unknown"
-    assert "gpu-box does not answer" in found.detail
-    with pytest.raises(ProviderError, match="ends by itself when"):
-        await fleet.down("one")
-    assert [one.name for one in Registry().list()] == ["one"]
-    box.start()
-    await fleet.down("one")
-    assert Registry().list() == []
-
-
-async def test_the_user_s_own_ssh_configuration_counts(box: Box, tmp_path: Path) -> None:
-    """Include, Match, and a machine that is reached through another."""
-    behind = box.config.read_text().replace("Host gpu-box", "Host behind")
-    config = tmp_path / "config"
-    config.write_text(
-        f"Include {box.config}\nMatch exec true\n  ServerAliveInterval 5\n"
-        f"{behind}  ProxyJump gpu-box\n"
-    )
-    for host in ("gpu-box", "behind"):
-        async with login(SSHRoute(host=host, config=str(config))) as there:
-            assert (await there.run("prepare.py", "check"))["gpus"] == []
-    config.write_text("Nonsense yes\n")
-    with pytest.raises(ConfigError, match=r"(?s)ssh does not take 'gpu-box': .*nonsense"):
-        async with login(SSHRoute(host="gpu-box", config=str(config))):
-            pass
-    with pytest.raises(ConfigError, match="ssh does not take"):
-        async with login(SSHRoute(host="-oProxyCommand=false")):
-            pass
 
 
 # ---------------------------------------------------------------- what runs on the box
@@ -438,32 +332,6 @@ async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
         for process in box.processes():
             process.kill()
             process.wait(10)
-
-
-# ---------------------------------------------------------------- doctor
-
-
-async def test_doctor_looks_at_hosts_and_stores(box: Box, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    record, _ = Registry().claim("one", spec(box.asked, store="file:///of/the/box"))
-    Registry().set_state(record, "running")
-    result = await asyncio.to_thread(
-        CliRunner().invoke, app, ["doctor", "--json", "--store", str(store)]
-    )
-    found = {check["subject"]: check for check in json.loads(result.stdout)}
-    assert result.exit_code == 0, result.output
-    assert found["host gpu-box"]["state"] == "ok"
-    assert "it runs on the CPU" in found["host gpu-box"]["message"]
-    assert found[f"store {store.as_uri()}"]["message"] == "Written, read and removed"
-    assert not any(path.is_file() for path in store.rglob("*"))
-    assert found["cluster one"]["cure"].endswith("forget it: art-cloud down one")
-    assert "store file:///of/the/box" not in found
-
-    box.known_hosts.write_text("")
-    result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor"])
-    assert result.exit_code == 1
-    assert "broken  host gpu-box: The key of gpu-box is not known" in result.stdout
 
 
 # ---------------------------------------------------------------- what the pages say
