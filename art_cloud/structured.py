@@ -293,6 +293,7 @@ def _response_format(form: type[BaseModel]) -> Any:
 
 
 def _json_in(text: str) -> str:
-    """The JSON object in an answer: models that no grammar binds put fences around it."""
+    """The JSON object in an answer: models that no grammar binds think before it, and fence it."""
+    text = text.rpartition("</think>")[2]
     start, end = text.find("{"), text.rfind("}")
     return text[start : end + 1] if 0 <= start < end else text

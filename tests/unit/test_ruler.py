@@ -222,7 +222,8 @@ async def test_a_bad_answer_is_sent_back_once_with_what_is_wrong(name: str) -> N
 
 async def test_an_endpoint_that_takes_no_schema_is_asked_without_one() -> None:
     def fenced(body: dict[str, Any]) -> Answer:
-        return Answer(f"Here it is:\n```json\n{judge_by(quality)(body).content}\n```")
+        thought = '<think>{"scores": []}? No, {that} is wrong.</think>'
+        return Answer(f"{thought}Here it is:\n```json\n{judge_by(quality)(body).content}\n```")
 
     with openai_server(fenced) as judge:
         judge.takes_schema = False
