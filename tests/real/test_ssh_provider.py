@@ -157,7 +157,10 @@ async def test_all_of_it_is_installed_in_an_empty_home(
 
 def uv_settings() -> list[str]:
     """Those of this machine: where packages come from, and those that were fetched before."""
-    cache = subprocess.run(["uv", "cache", "dir"], capture_output=True, text=True, check=True)
+    programs = Path(sys.executable).parent
+    cache = subprocess.run(
+        [programs / "uv", "cache", "dir"], capture_output=True, text=True, check=True
+    )
     links = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
         capture_output=True,
@@ -165,7 +168,7 @@ def uv_settings() -> list[str]:
         check=False,
     )
     settings = {"UV_CACHE_DIR": cache.stdout.strip(), "UV_FIND_LINKS": links.stdout.strip()}
-    settings["PATH"] = os.environ["PATH"]  # where uv is
+    settings["PATH"] = f"{programs}:{os.environ['PATH']}"  # where uv is
     known = ("SSL_CERT_FILE", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "HTTPS_PROXY", "https_proxy")
     settings |= {name: os.environ[name] for name in known if name in os.environ}
     return [f"{name}={value}" for name, value in settings.items() if value]
