@@ -214,7 +214,8 @@ class Up:
             instances = await provider.list()
         except IncompleteListError as error:
             instances = error.instances
-            if sure and all(instance.name != self.name for instance in instances):
+            found = any(instance.name == self.name for instance in instances)
+            if sure and not found and self.name in error.unsure:
                 raise
         return any(instance.name == self.name for instance in instances)
 

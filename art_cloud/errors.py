@@ -36,7 +36,7 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -172,9 +172,13 @@ class NoMachineError(LaunchError):
 class IncompleteListError(ProviderError):
     code = "incomplete_list"
 
-    def __init__(self, message: str = "", instances: Sequence[Instance] = ()) -> None:
+    def __init__(
+        self, message: str = "", instances: Sequence[Instance] = (), unsure: Collection[str] = ()
+    ) -> None:
+        """`unsure`: the recorded clusters that may be where nothing could be told."""
         super().__init__(message)
         self.instances = list(instances)
+        self.unsure = frozenset(unsure)
 
 
 def _tree(root: type[ArtCloudError]) -> dict[str, type[ArtCloudError]]:

@@ -219,8 +219,11 @@ async def _status(
 def _absent(record: ClusterRecord, failures: dict[str, ArtCloudError]) -> ClusterStatus:
     """The status of what is recorded and was not seen at its provider."""
     name, provider = record.name, record.spec.provider
-    if provider in failures:
-        detail = f"{provider} can't say: {failures[provider]}"
+    failure = failures.get(provider)
+    if isinstance(failure, IncompleteListError) and name not in failure.unsure:
+        failure = None
+    if failure is not None:
+        detail = f"{provider} can't say: {failure}"
         return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
     if record.state == "starting" and in_use(name):
         detail = f"{provider} is being asked for its machine"

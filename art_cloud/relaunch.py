@@ -6,7 +6,12 @@ import asyncio
 from typing import Literal
 
 from .credentials import with_secrets
-from .errors import LaunchError, ServerUnavailableError
+from .errors import (
+    IncompleteListError,
+    LaunchError,
+    ProviderError,
+    ServerUnavailableError,
+)
 from .progress import say
 from .providers import Endpoint, Provider
 from .registry import ClusterRecord, Registry
@@ -28,14 +33,14 @@ class Relauncher:
         self._relaunches = 0
 
     async def __call__(self) -> Endpoint | None:
-        """Where the new server listens; None if the old one exists.
+        """Where the new server listens; None if the old one exists, or may.
 
         Raises:
             ServerUnavailableError: it is gone and must not, or not once more, be started again.
             LaunchError: the new one did not come up.
         """
         name = self._record.name
-        if any(instance.name == name for instance in await self._provider.list()):
+        if await self._may_exist():
             return None
         self._refuse_what_must_not_be()
         self._relaunches += 1
@@ -52,6 +57,19 @@ class Relauncher:
                 f"The new server of {name} did not listen within {LAUNCH_SECONDS:.0f} s. What it "
                 f"wrote: art-cloud logs {name}. To end it: art-cloud down {name}"
             ) from None
+
+    async def _may_exist(self) -> bool:
+        """What can't be told is waited for: a network that went away comes back."""
+        name = self._record.name
+        try:
+            instances = await self._provider.list()
+        except IncompleteListError as error:
+            instances = error.instances
+            if name in error.unsure:
+                return True
+        except ProviderError:
+            return True
+        return any(instance.name == name for instance in instances)
 
     def _refuse_what_must_not_be(self) -> None:
         record = self._record

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -101,7 +101,7 @@ class SSHProvider:
         found, failures = await _ask_all(_known_routes())
         instances = [_instance(one.route, server) for one in found for server in one.servers]
         if failures:
-            raise IncompleteListError(" ".join(failures.values()), instances)
+            raise IncompleteListError(" ".join(failures.values()), instances, _unsure(failures))
         return instances
 
     async def terminate(self, name: str) -> None:
@@ -145,6 +145,16 @@ def _known_routes() -> list[SSHRoute]:
     records = [record.spec for record in Registry().list() if record.spec.provider == "ssh"]
     routes = [route for spec in records for route in options_of(spec).routes()]
     return list(dict.fromkeys([*routes, *Options().routes()]))
+
+
+def _unsure(silent: Collection[str]) -> list[str]:
+    """The recorded clusters that may be on one of these hosts."""
+    records = [record for record in Registry().list() if record.spec.provider == "ssh"]
+    return [
+        record.name
+        for record in records
+        if any(route.host in silent for route in options_of(record.spec).routes())
+    ]
 
 
 def _routes_of(name: str) -> list[SSHRoute]:

@@ -214,8 +214,11 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
         await provider.list()
     places = {one.name: one.detail.split(",")[0] for one in incomplete.value.instances}
     assert places == {"one": "first", "two": "second"}
+    sure, _ = Registry().claim("four", spec({**pool, "hosts": ["first"]}))
+    Registry().set_state(sure, "running")
     states = {one.name: one.state for one in await fleet.status()}
-    assert (states["one"], states["two"], states["three"]) == ("starting", "starting", "unknown")
+    expected = {"one": "starting", "two": "starting", "three": "unknown", "four": "stopped"}
+    assert states == expected
     assert [line async for line in provider.logs("two", follow=False)] == []
     for name in ("one", "two"):
         await provider.terminate(name)
