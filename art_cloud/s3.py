@@ -87,22 +87,21 @@ class S3Store:
         self._root = f"{prefix}/" if prefix else ""
         self._pool = ThreadPoolExecutor(THREADS, "s3")
         self._conditional = True
-        self._connect({})
+        # those that end, boto3 would give up minutes before, looking for newer ones in vain
+        self._connect(os.environ if UNTIL in os.environ else {})
         self._check_present()
         if create:
             self._abort_abandoned()
             self._race()
 
-    def _connect(self, credentials: Mapping[str, SecretStr]) -> None:
-        def given(name: str) -> str | None:
-            return credentials[name].get_secret_value() if name in credentials else None
-
+    def _connect(self, credentials: Mapping[str, str]) -> None:
+        """Without any credentials boto3 looks for its own."""
         self._errors = Translator(self.url, "the S3 endpoint")
         with self._errors("open the store"):
             session = boto3.Session(
-                given("AWS_ACCESS_KEY_ID"),
-                given("AWS_SECRET_ACCESS_KEY"),
-                given("AWS_SESSION_TOKEN"),
+                credentials.get("AWS_ACCESS_KEY_ID"),
+                credentials.get("AWS_SECRET_ACCESS_KEY"),
+                credentials.get("AWS_SESSION_TOKEN"),
             )
             client: S3Client = session.client(
                 "s3",
@@ -120,14 +119,14 @@ class S3Store:
             )
         client.meta.events.register_first("request-created.s3", signal_not_transferring)
         client.meta.events.register_last("request-created.s3", signal_transferring)
-        until = given(UNTIL) if credentials else os.environ.get(UNTIL)
+        until = credentials.get(UNTIL)
         self.credentials_until = datetime.fromisoformat(until) if until else None
         self._errors = Translator(self.url, client.meta.endpoint_url)
         self._client = client
 
     def renew(self, credentials: Mapping[str, SecretStr]) -> None:
         """Go on with these. What is under way ends with those before."""
-        self._connect(credentials)
+        self._connect({name: value.get_secret_value() for name, value in credentials.items()})
 
     def read(self, key: str) -> bytes:
         name = self._key(key)

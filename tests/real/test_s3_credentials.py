@@ -182,3 +182,13 @@ def test_a_store_goes_on_with_new_credentials(
     store.renew(StoreCredentials.model_validate_json(sent).variables)
     assert store.create("key", b"")
     assert store.credentials_until == until
+
+
+def test_credentials_are_used_until_their_end(
+    moto: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = datetime.now(UTC) + timedelta(minutes=1)
+    moto.use(monkeypatch, AWS_SESSION_TOKEN="token", AWS_CREDENTIAL_EXPIRATION=until.isoformat())
+    store = S3Store(f"s3://{moto.make_bucket()}/art")
+    assert store.create("key", b"")
+    assert store.credentials_until == until
