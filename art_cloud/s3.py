@@ -217,7 +217,7 @@ class S3Store:
                 if there is None:
                     self._check_present()
                     raise missing_blob(self.url, blob.sha256)
-                if there["ContentLength"] == blob.size:
+                if there.get("ContentLength") == blob.size:
                     download(where, staged, blob.size, self._pool, moved)
                 if not staged.exists() or sha256_of(staged) != blob:
                     raise corrupt_blob(self.url, blob.sha256)
@@ -248,7 +248,7 @@ class S3Store:
         """Make a blob that is over an hour old as young as a new one, by a copy onto itself within
         the store. False: it is not there, or not whole."""
         there = self._head(name)
-        if there is None or there["ContentLength"] != size:
+        if there is None or there.get("ContentLength") != size:
             return False
         if datetime.now(UTC) - there["LastModified"] > RENEWED:
             try:

@@ -151,7 +151,7 @@ class Translator:
 
     def of_connection(self, what: str, error: BotoCoreError | URLLib3Error) -> StoreError:
         failed = f"Could not {what}"
-        if isinstance(error, boto.SSLError):
+        if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
             return StoreError(
                 f"{failed}: the certificate of {self.endpoint} could not be verified. If an "
                 "authority of your own signed it, name that one's file in AWS_CA_BUNDLE."
