@@ -111,7 +111,7 @@ class ServerInfo(Received):
     steps_made: NonNegativeInt = 0
     tokens_trained: NonNegativeInt = 0
     tokens_sampled: NonNegativeInt = 0
-    """Since `started_at`; steps and tokens of training since the server's first start."""
+    """All three since `started_at`."""
 
 
 class StoreCredentials(Frozen):

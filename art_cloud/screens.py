@@ -21,6 +21,8 @@ from .providers import Offer
 from .sweep import Finding
 
 BAR_WIDTH = 24
+NEAR_THE_END = 0.2
+"""Share of a limit that is left when the server announces its end."""
 
 
 def print_status(found: Sequence[ClusterStatus]) -> None:
@@ -83,7 +85,9 @@ def _in_full(one: ClusterStatus) -> RenderableType:
     if server and server.clocks:
         clocks = Table.grid(padding=(0, 2))
         for clock in server.clocks:
-            bar = ProgressBar(clock.limit, clock.remaining, width=BAR_WIDTH)
+            share = clock.remaining / clock.limit
+            color = "red" if share < NEAR_THE_END else "green"
+            bar = ProgressBar(1.0, share, width=BAR_WIDTH, complete_style=color)
             clocks.add_row(Text(clock.name, style="dim"), bar, Text(_left(clock)))
         parts += [Text("\nends when one of these has run down:", style="dim"), clocks]
     return Group(*parts)

@@ -78,6 +78,7 @@ class Routes:
         self.sessions = sessions
         self.guardian = guardian
         self.started_at = datetime.now(UTC)
+        self.made_before = jobs.journal.totals()
 
     def art(self) -> list[Route]:
         model = "/models/{project}/{model}"
@@ -106,6 +107,7 @@ class Routes:
         runtime, stats = self.runtime, self.runtime.stats()
         current = self.jobs.current
         made = self.jobs.journal.totals()
+        before = self.made_before
         return answer(
             ServerInfo(
                 version=__version__,
@@ -128,8 +130,8 @@ class Routes:
                 loading_seconds=runtime.loading_seconds,
                 clocks=self.guardian.clocks(),
                 warnings=self.guardian.warnings,
-                steps_made=made.steps,
-                tokens_trained=made.tokens,
+                steps_made=made.steps - before.steps,
+                tokens_trained=made.tokens - before.tokens,
                 tokens_sampled=stats.tokens_generated,
             )
         )

@@ -115,40 +115,6 @@ async def _collect(lines: AsyncIterator[str]) -> list[str]:
     return [line async for line in lines]
 
 
-KILL_AT = """
-import asyncio, os, signal, sys
-import art_cloud as art
-from art_cloud import cluster
-from art_cloud.providers.local import LocalProvider
-
-async def die(*args, **kwargs): os.kill(os.getpid(), signal.SIGKILL)
-
-point = sys.argv[1]
-if point == "recorded": LocalProvider.launch = die
-if point == "launched": LocalProvider.endpoint = die
-if point == "booted": cluster._handshake = die
-
-async def main():
-    async with art.up("local", name="orphan", idle="5m"): await die()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("point", ["recorded", "launched", "booted", "running"])
-async def test_a_killed_launcher_leaves_what_down_finds(point: str) -> None:
-    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", KILL_AT, point)
-    assert await launcher.wait() == -signal.SIGKILL
-    [found] = await fleet.status()
-    expected = {"recorded": "stopped", "launched": "starting"}.get(point, "running")
-    assert (found.name, found.recorded) == ("orphan", True)
-    assert found.state == expected or (point == "launched" and found.state == "running")
-    ended = await art_cloud("down", "orphan")
-    assert ended.exit_code == 0
-    assert ended.stdout == "Ended orphan.\n"
-    assert await fleet.status() == []
-
-
 async def art_cloud(*arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, arguments)
 
@@ -178,7 +144,9 @@ async def test_the_commands(cluster_home: Path) -> None:
     assert started["url"] in (await art_cloud("logs", "one")).stdout
     listed = await art_cloud("checkpoints", "ls", "games/agent", "--name", "one", "--json")
     assert (listed.exit_code, json.loads(listed.stdout)) == (0, [])
-    assert (await art_cloud("down", "--all", "--yes")).stdout == "Ended one.\n"
+    ended = (await art_cloud("down", "--all", "--yes")).stdout.splitlines()
+    assert ended[0] == "Ended one."
+    assert ended[1].endswith("0 steps, 0 tokens sampled, 0 trained on")
     assert started["url"] in (await art_cloud("logs", "one")).stdout
 
 

@@ -11,7 +11,7 @@ from art_cloud import cluster, fleet, providers
 from art_cloud.durations import parse_duration
 from art_cloud.errors import ConfigError, NotFoundError
 from art_cloud.providers import ClusterSpec, get_provider, local
-from art_cloud.registry import Registry, home
+from art_cloud.registry import Registry, Use, home
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +104,38 @@ async def test_a_cluster_that_never_started_is_shown_and_ended() -> None:
         await fleet.down("mine")
 
 
+async def test_one_that_is_being_started_is_shown_as_that() -> None:
+    Registry().claim("mine", ClusterSpec(provider="local", store="file:///one"))
+    launcher = Use("mine")
+    [found] = await fleet.status()
+    assert (found.state, found.detail) == ("starting", "local is being asked for its machine")
+    launcher.end()
+    [found] = await fleet.status()
+    assert found.state == "stopped"
+    assert "its launch broke off" in found.detail
+
+
+async def test_a_running_cluster_keeps_the_limits_that_it_was_started_with() -> None:
+    spec = ClusterSpec(
+        provider="local", store=cluster.store_url("local", None), idle_seconds=60, deadline=7200
+    )
+    Registry().claim("mine", spec)
+    for limits, message in (
+        ({"idle": "2m"}, "idle_seconds 60.0, not 120.0"),
+        ({"deadline": "1h"}, "deadline 7200.0, not 3600.0"),
+        ({"lease": 60}, "lease_seconds 600.0, not 60.0"),
+        ({"budget": 5, "price_per_hour": 1}, "options {}, not {'price_per_hour': 1}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            await cluster.up("local", name="mine", **limits)  # type: ignore[arg-type]
+
+
 async def test_offers_of_local_cost_nothing() -> None:
     [offer] = await get_provider("local").offers(ClusterSpec(provider="local", store="s"))
     assert (offer.provider, offer.price_per_hour) == ("local", 0.0)
+    for options in ({"gpu": "H100"}, {"price_per_hour": "much"}, {"price_per_hour": -1}):
+        with pytest.raises(ConfigError, match="price_per_hour"):
+            spec = ClusterSpec.model_validate(
+                {"provider": "local", "store": "s", "options": options}
+            )
+            await get_provider("local").offers(spec)
