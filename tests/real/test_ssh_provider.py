@@ -141,6 +141,8 @@ async def test_all_of_it_is_installed_in_an_empty_home(
         [python] = (box.home / ".art-cloud" / "envs").glob("*/bin/python")
         [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
         assert server.cmdline()[0] == str(python)
+        scripts = python.parent.parent.glob("lib/*/site-packages/art_cloud/launch/ssh/*.py")
+        assert {path.name for path in scripts} == {"prepare.py", "servers.py"}
         await provider.endpoint("one")
         await provider.terminate("one")
 
