@@ -217,7 +217,7 @@ class S3Store:
                 if there is None:
                     self._check_present()
                     raise missing_blob(self.url, blob.sha256)
-                if there.get("ContentLength") == blob.size:
+                if there.get("ContentLength", blob.size) == blob.size:
                     download(where, staged, blob.size, self._pool, moved)
                 if not staged.exists() or sha256_of(staged) != blob:
                     raise corrupt_blob(self.url, blob.sha256)
