@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
@@ -10,6 +11,8 @@ from .config import Frozen
 from .errors import ConfigError
 from .providers import ClusterSpec, SSHRoute
 from .registry import home
+
+HOST = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.@:%/\[\]-]*")
 
 
 class Options(Frozen):
@@ -41,6 +44,9 @@ class Options(Frozen):
             hosts = _read_hosts(Path(self.hosts_file).expanduser())
         else:
             hosts = _read_hosts(default_hosts()) if default_hosts().exists() else []
+        for host in hosts:
+            if not HOST.fullmatch(host):
+                raise ConfigError(f"{host!r} is not a host: write it as for ssh, without options.")
         return [SSHRoute(host=host, config=config) for host in dict.fromkeys(hosts)]
 
 

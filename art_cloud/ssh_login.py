@@ -204,7 +204,8 @@ def _gateway(route: SSHRoute, settings: dict[str, list[str]]) -> str | None:
         return shlex.join([*command, "-W", f"[{hostname}]:{port}", last])
     if command := settings.get("proxycommand", []):
         tokens = {"%h": hostname, "%n": route.host, "%p": port, "%r": user, "%%": "%"}
-        return re.sub("%[hnpr%]", lambda found: tokens[found[0]], command[0])
+        shell = re.sub("%[hnpr%]", lambda found: tokens[found[0]], command[0])
+        return shlex.join(["sh", "-c", shell])  # ssh hands it to a shell, paramiko does not
     return None
 
 

@@ -86,11 +86,13 @@ async def test_the_user_s_own_ssh_configuration_counts(box: Box, tmp_path: Path)
     """Include, Match, and a machine that is reached through another."""
     behind = box.config.read_text().replace("Host gpu-box", "Host behind")
     config = tmp_path / "config"
+    command = f"command ssh -F {box.config} -W %h:%p gpu-box 2>/dev/null"  # takes a shell
     config.write_text(
         f"Include {box.config}\nMatch exec true\n  ServerAliveInterval 5\n"
         f"{behind}  ProxyJump gpu-box\n"
+        f"{behind.replace('behind', 'piped')}  ProxyCommand {command}\n"
     )
-    for host in ("gpu-box", "behind"):
+    for host in ("gpu-box", "behind", "piped"):
         async with login(SSHRoute(host=host, config=str(config))) as there:
             assert (await there.run("prepare.py", "check"))["gpus"] == []
     config.write_text("Nonsense yes\n")

@@ -244,6 +244,8 @@ async def test_hosts_from_a_file(tmp_path: Path) -> None:
     assert [one.region for one in await provider.offers(spec({}))] == ["gpu-box"]
     with pytest.raises(ConfigError, match="can't be read: No such file"):
         await provider.offers(spec({"hosts_file": "/no/such/file"}))
+    with pytest.raises(ConfigError, match="'-oProxyCommand=x' is not a host"):
+        await provider.offers(spec({"host": "-oProxyCommand=x"}))
     with pytest.raises(ConfigError, match=r"price_per_hour.* greater than or equal to 0"):
         await provider.offers(spec({"host": "gpu-box", "price_per_hour": -1}))
 
