@@ -134,8 +134,6 @@ async def test_offers_of_local_cost_nothing() -> None:
     [offer] = await get_provider("local").offers(ClusterSpec(provider="local", store="s"))
     assert (offer.provider, offer.price_per_hour) == ("local", 0.0)
     for options in ({"gpu": "H100"}, {"price_per_hour": "much"}, {"price_per_hour": -1}):
+        fields = {"provider": "local", "store": "s", "options": options}
         with pytest.raises(ConfigError, match="price_per_hour"):
-            spec = ClusterSpec.model_validate(
-                {"provider": "local", "store": "s", "options": options}
-            )
-            await get_provider("local").offers(spec)
+            await get_provider("local").offers(ClusterSpec.model_validate(fields))
