@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,13 +76,15 @@ class S3Server:
         self.client().create_bucket(Bucket=bucket)
         return bucket
 
-    def session(self, access_key: str = "", secret_key: str = "") -> boto3.Session:
-        return boto3.Session(
-            access_key or self.access_key, secret_key or self.secret_key, region_name=REGION
-        )
+    def session(self) -> boto3.Session:
+        return boto3.Session(self.access_key, self.secret_key, region_name=REGION)
 
     def client(self) -> S3Client:
-        """A plain client, to look behind the store's back."""
+        """A plain one, to look behind the store's back."""
+        return self._client
+
+    @cached_property
+    def _client(self) -> S3Client:
         return self.session().client(
             "s3",
             endpoint_url=self.endpoint_url,
