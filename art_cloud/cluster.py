@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator
 from contextlib import nullcontext
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,14 +159,15 @@ class Up:
     async def _open(self) -> Backend:
         provider, registry = get_provider(self._spec.provider), Registry()
         offers = await provider.offers(self._spec)
+        alone_since = None if in_use(self.name) else datetime.now(UTC)
         mark = Use(self.name)
         try:
+            await self._clear(registry, provider, alone_since)
             return await self._launch(provider, registry, offers)
         finally:
             mark.end()
 
     async def _launch(self, provider: Provider, registry: Registry, offers: list[Offer]) -> Backend:
-        await self._clear(registry, provider)
         spec = self._spec
         if registry.get(self.name) is None:
             spec = spec.model_copy(update={"offer": choose(spec, offers)})
@@ -192,8 +193,11 @@ class Up:
         registry.set_state(record, "running")
         return self._backend
 
-    async def _clear(self, registry: Registry, provider: Provider) -> None:
-        """Forget a cluster of this name that ended, and finish one that was being ended."""
+    async def _clear(
+        self, registry: Registry, provider: Provider, alone_since: datetime | None
+    ) -> None:
+        """Forget a cluster of this name that ended or was never started, and finish one that was
+        being ended. `alone_since`: when no other program was at work on the name."""
         record = registry.get(self.name)
         exists = await self._exists(provider, sure=record is not None)
         if record is None and exists and registry.get(self.name) is None:
@@ -205,7 +209,9 @@ class Up:
             return
         if record.state == "ending":
             await provider.terminate(self.name)
-        if record.state == "ending" or (record.state == "running" and not exists):
+        broke_off = alone_since is not None and record.created_at < alone_since
+        gone = not exists and (record.state == "running" or broke_off)
+        if record.state == "ending" or gone:
             registry.end(record, seen_to_end=exists)
 
     async def _exists(self, provider: Provider, *, sure: bool) -> bool:

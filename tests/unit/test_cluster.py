@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -74,11 +75,25 @@ async def test_local_without_the_server_extra_says_what_to_install(
 async def test_a_recorded_cluster_is_not_handed_out_as_something_else() -> None:
     spec = ClusterSpec(provider="local", store="file:///one", base_model="a/model")
     Registry().claim("mine", spec)
+    launcher = Use("mine")
     with pytest.raises(ConfigError, match="store file:///one, not file:///two"):
         await cluster.up("local", name="mine", store="file:///two")
     with pytest.raises(ConfigError, match="base_model a/model, not b/model"):
         await cluster.up("local", name="mine", store="file:///one", base_model="b/model")
     assert [record.name for record in Registry().list()] == ["mine"]
+    launcher.end()
+
+
+async def test_a_launch_that_broke_off_is_begun_anew_but_one_that_goes_on_is_not() -> None:
+    provider, registry = get_provider("local"), Registry()
+    spec = ClusterSpec(provider="local", store="file:///one", budget=1)
+    record, _ = registry.claim("mine", spec)
+    up = cluster.up("local", name="mine")
+    await up._clear(registry, provider, None)  # another program is at work on it
+    await up._clear(registry, provider, record.created_at)  # it was claimed meanwhile
+    assert registry.list() == [record]
+    await up._clear(registry, provider, datetime.now(UTC))
+    assert registry.list() == []
 
 
 async def test_connect_wants_an_address_or_a_name() -> None:
@@ -120,6 +135,7 @@ async def test_a_running_cluster_keeps_the_limits_that_it_was_started_with() -> 
         provider="local", store=cluster.store_url("local", None), idle_seconds=60, deadline=7200
     )
     Registry().claim("mine", spec)
+    launcher = Use("mine")
     for limits, message in (
         ({"idle": "2m"}, "idle_seconds 60.0, not 120.0"),
         ({"deadline": "1h"}, "deadline 7200.0, not 3600.0"),
@@ -127,7 +143,8 @@ async def test_a_running_cluster_keeps_the_limits_that_it_was_started_with() -> 
         ({"budget": 5, "price_per_hour": 1}, "options {}, not {'price_per_hour': 1}"),
     ):
         with pytest.raises(ConfigError, match=message):
-            await cluster.up("local", name="mine", **limits)  # type: ignore[arg-type]
+            await cluster.up("local", name="mine", **limits)
+    launcher.end()
 
 
 async def test_offers_of_local_cost_nothing() -> None:
