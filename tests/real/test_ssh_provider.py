@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,10 @@ async def train_and_look(box: Box, store: str, base_model: str) -> None:
         assert found.detail.startswith("gpu-box, pid ")
         assert "art-server" in await art_cloud("logs", "one")
         await check_the_tunnel_of_the_command_line(box)
+
+        [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
+        os.killpg(server.pid, signal.SIGKILL)  # the machine is lost, with its disk
+        shutil.rmtree(box.home / ".art-cloud" / "clusters" / "one")
         assert (await backend.train(model, [group])).step == 2
     assert await fleet.status() == []
 
