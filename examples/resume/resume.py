@@ -145,13 +145,15 @@ def plot(alone: Sequence[Manifest], lost: Sequence[Manifest], lost_at: int, path
     axes.axvline(lost_at + 0.5, color="#c0392b", linestyle="--", linewidth=1)
     axes.annotate(
         " machine killed,\n disk removed",
-        (lost_at + 0.5, 0.02),
+        (lost_at + 0.5, 0.98),
         xycoords=("data", "axes fraction"),
+        verticalalignment="top",
         color="#c0392b",
     )
     axes.set(title="Tic-tac-toe against a random opponent", xlabel="GRPO step", ylabel="reward")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path)
     print(path)
@@ -160,11 +162,11 @@ def plot(alone: Sequence[Manifest], lost: Sequence[Manifest], lost_at: int, path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--store", help="URL of the store; without it, a folder that is removed")
-    parser.add_argument("--steps", type=int, default=20, help="of GRPO")
+    parser.add_argument("--steps", type=int, default=24, help="of GRPO")
     parser.add_argument("--plot", type=Path, default=Path("resume.png"), help="where the PNG goes")
     parser.add_argument("--smoke", action="store_true", help="only see that it runs")
     options = parser.parse_args()
-    options.groups, options.group_size, options.warm_up = 6, 6, 400
+    options.groups, options.group_size, options.warm_up = 6, 8, 1000
     if options.smoke:
         options.steps, options.groups, options.group_size, options.warm_up = 4, 2, 2, 4
     os.environ.setdefault("OMP_NUM_THREADS", "1")
