@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -17,10 +18,15 @@ from uuid import uuid4
 import pytest
 
 import art_cloud as art
+from art_cloud.batch import make_batch
 from art_cloud.checkpoints import Checkpoints, Manifest
+from art_cloud.errors import StoreUnavailableError
 from art_cloud.names import ModelName
+from art_cloud.protocol import JobInfo
 from art_cloud.store import Store, open_store
+from art_cloud.wire import encode_batch
 
+from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
 from ..s3_servers import S3Server
 from ..server_process import ServerProcess
 from ..synthetic import as_groups, batch
@@ -190,3 +196,94 @@ async def run(
             made = (await train(backend, model, made)).step
         assert not left
         return (await train(backend, model, made)).step
+
+
+SLOW_DOWN = (
+    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nContent-Length: 76\r\n"
+    b"Connection: close\r\n\r\n<Error><Code>SlowDown</Code><Message>Reduce your request rate"
+    b"</Message></Error>"
+)
+FAULTS = (
+    Fault(refuse=True),
+    Fault(delay=0.1),
+    Fault(cut_up=2000),
+    Fault(cut_down=60),
+    Fault(stall_down=60),
+    Fault(answer=SLOW_DOWN),
+)
+
+
+def be_impatient() -> None:
+    from art_server import commits
+
+    from art_cloud import s3
+
+    s3.READ_SECONDS, s3.ATTEMPTS = 1, 2
+    commits.FIRST_PAUSE, commits.STORE_SECONDS = 0.05, 20.0
+
+
+async def test_a_store_that_misbehaves_while_steps_are_made(
+    tmp_path: Path,
+    base_model: str,
+    undisturbed: list[dict[str, object]],
+    moto: S3Server,
+    bucket: tuple[str, dict[str, str]],
+    record_property: Property,
+) -> None:
+    """Refused, cut, stalled, 503: retried. Away for a while: waited for, and said. For longer: the
+    job fails, the trainer is as before, and the next step is the right one."""
+    url, environment = bucket
+    folder, rng, tried = moto.ca.parent, random.Random(5), list[Fault]()
+    server = ServerProcess(tmp_path)
+    server.prepare = be_impatient
+
+    def fault(connection: int) -> Fault:
+        chosen = rng.choice((*[NONE] * 9, *FAULTS))
+        if chosen != NONE:
+            tried.append(chosen)
+        return chosen
+
+    certificate = Certificate(moto.ca, folder / "server.pem", folder / "server.key")
+    with FaultProxy(moto.endpoint_url, certificate) as proxy:
+        server.store_url = url
+        server.environment = environment | {"AWS_ENDPOINT_URL": proxy.url}
+        with server:
+            async with server.backend() as backend:
+                model = await registered(backend, base_model)
+                proxy.fault = fault
+                for step in range(3):
+                    await train(backend, model, step)
+                proxy.fault = lambda connection: NONE
+
+                proxy.stop()
+                said = await until_the_store_is_missed(server, 3, proxy)
+                assert "the store does not answer, trying again: " in said
+
+                proxy.stop()
+                with pytest.raises(StoreUnavailableError, match="It was tried for 20 s"):
+                    await train(backend, model, 4)
+                proxy.start()
+                await train(backend, model, 4)
+    assert len(tried) > 5
+    record_property("faults tried", len(tried) + 2)
+    check_history(open_store(url), 5, undisturbed, record_property)
+
+
+async def until_the_store_is_missed(server: ServerProcess, step: int, proxy: FaultProxy) -> str:
+    """Make a step; bring the store back once the job says that it is away. What it said."""
+    client, said = server.client(), list[str]()
+    whole = batch(NAME, step, groups=2, length=600)
+    body = encode_batch(make_batch(NAME, as_groups(whole), whole.config))
+    sent = await client.call("POST", f"models/{NAME}/train", body, call_id=uuid4().hex)
+    job = JobInfo.model_validate_json(sent)
+    async for event in client.events(job.id):
+        phase = str(event.data.get("phase"))
+        if phase.startswith("the store does not answer"):
+            said.append(phase)
+            if len(said) == 1:
+                proxy.start()
+    ended = JobInfo.model_validate_json(await client.call("GET", f"jobs/{job.id}"))
+    assert ended.result, ended.error
+    assert ended.result.step == step + 1
+    await client.close()
+    return said[0]

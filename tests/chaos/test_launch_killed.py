@@ -36,7 +36,7 @@ ENDING = 20
 WALKED = [
     f"art_cloud/{module}.py"
     for module in ("attached", "cluster", "fleet", "money", "phases", "registry")
-] + ["art_cloud/providers/__init__.py", "art_cloud/providers/local.py"]
+] + [f"art_cloud/providers/{module}.py" for module in ("__init__", "local", "modal")]
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -50,11 +50,13 @@ def call_of(frame: FrameType) -> str | None:
     return f"{where} > {Path(code.co_filename).name}:{code.co_qualname}"
 
 
-def _main(home: Path, arguments: tuple[str, ...], point: str | None) -> None:
+def _main(
+    home: Path, arguments: tuple[str, ...], point: str | None, environment: dict[str, str]
+) -> None:
     """Run the command; with `point`, die there, else write down which there are."""
     from art_cloud.cli import main
 
-    os.environ |= {"ART_CLOUD_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"ART_CLOUD_HOME": str(home), "OMP_NUM_THREADS": "1"} | environment
     with (home / "out").open("ab") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -79,21 +81,26 @@ def _main(home: Path, arguments: tuple[str, ...], point: str | None) -> None:
 class Walk:
     """One command, run again and again in a home of its own."""
 
-    def __init__(self, home: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(
+        self, home: Path, arguments: tuple[str, ...], environment: dict[str, str] | None = None
+    ) -> None:
         self.home = home
         self.arguments = arguments
+        self.environment = environment or {}
         self.killed = 0
 
     def run(self, point: str | None = None) -> int:
-        process = _context.Process(target=_main, args=(self.home, self.arguments, point))
+        process = _context.Process(
+            target=_main, args=(self.home, self.arguments, point, self.environment)
+        )
         process.start()
         process.join(120)
         assert process.exitcode is not None, "the command hangs"
         self.killed += process.exitcode == -signal.SIGKILL
         return process.exitcode
 
-    def places(self) -> list[str]:
-        assert self.run() == 0, (self.home / "out").read_text()
+    def places(self, code: int = 0) -> list[str]:
+        assert self.run() == code, (self.home / "out").read_text()
         found: list[str] = json.loads((self.home / "places.json").read_text())
         return found
 
