@@ -29,7 +29,7 @@ from art_cloud.registry import Registry
 NAME = "walked"
 UP = ("up", "local", "--name", NAME)
 DOWN = ("down", NAME)
-BEFORE, STARTING, LISTENING = 30, 6, 3
+BEFORE, STARTING, LISTENING = 30, 4, 3
 """Kill points of `up` at most: before there is a process, before it listens, afterwards."""
 ENDING = 20
 """Of `down`."""
