@@ -60,9 +60,10 @@ def start(folder: Path, store: str) -> subprocess.Popen[bytes]:
         )
 
 
-async def connected(folder: Path) -> art.Backend:
+async def connected(folder: Path, process: subprocess.Popen[bytes]) -> art.Backend:
     endpoint = folder / "state" / "endpoint.json"
     while not endpoint.exists():
+        assert process.poll() is None, (folder / "log").read_text()
         await asyncio.sleep(0.005)
     return art.Backend(json.loads(endpoint.read_text())["url"], TOKEN)
 
@@ -73,7 +74,7 @@ def agent(base_model: Path) -> art.TrainableModel[None]:
 
 async def make_steps(folder: Path, store: str, base_model: Path, steps: int) -> None:
     process = start(folder, store)
-    async with await connected(folder) as backend:
+    async with await connected(folder, process) as backend:
         model = agent(base_model)
         await model.register(backend)
         for number in range(steps):
@@ -86,7 +87,7 @@ async def make_steps(folder: Path, store: str, base_model: Path, steps: int) -> 
 async def ours(folder: Path, store: str, base_model: Path) -> float:
     started = time.perf_counter()
     process = start(folder, store)
-    async with await connected(folder) as backend:
+    async with await connected(folder, process) as backend:
         model = agent(base_model)
         await model.register(backend)
         answer = await model.openai_client().completions.create(
