@@ -15,7 +15,7 @@ from .credentials import encode_credentials, for_server
 from .errors import ArtCloudError
 from .http import ServerClient, parse
 from .progress import say, say_once
-from .protocol import ServerInfo
+from .protocol import Metrics, ServerInfo
 from .providers import Endpoint
 from .registry import ClusterRecord, Registry, Use
 from .tunnel import open_tunnel, port_of, reached
@@ -76,6 +76,13 @@ class AttachedBackend(Backend):
                 await asyncio.wait_for(self._renew(), LAST_WORDS_SECONDS)
         if self.tunnel is not None:
             await self.tunnel.close()
+
+    def cost(self) -> Metrics:
+        spec = self._record.spec if self._record else None
+        if spec is None or spec.launched_at is None or not spec.price_per_hour:
+            return {}
+        hours = (datetime.now(UTC) - spec.launched_at).total_seconds() / 3600
+        return {"cost/usd": hours * spec.price_per_hour, "cost/usd_per_hour": spec.price_per_hour}
 
     async def sample_a_token(self, base_model: str) -> None:
         """Have the engine show that it answers, all the way to here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -25,6 +25,7 @@ from .progress import say
 from .protocol import (
     PROTOCOL,
     LogRequest,
+    Metrics,
     ModelInfo,
     RegisterRequest,
     ServerInfo,
@@ -33,16 +34,20 @@ from .protocol import (
     StepResult,
 )
 from .recording import RecordedTrajectory, record
+from .trackers import Run, Trackers, run_id, wanted
 from .trajectory import Messages, Trajectory, TrajectoryGroup
 from .wire import encode_batch
 
 if TYPE_CHECKING:
     from .model import Model, TrainableModel
+    from .trackers import TrackerName
     from .tunnel import Tunnel
 
 C = TypeVar("C", bound=Frozen)
 TrainResult: TypeAlias = StepResult
 """What a training call returns: the new `step`, its `policy` name and its `metrics`."""
+
+TRACKED_CONFIG = {"base_model", "lora", "config"}
 
 
 class Backend:
@@ -70,6 +75,7 @@ class Backend:
         self._calls = Calls(self._server)
         self._token = token
         self._models: list[TrainableModel[Any]] = []
+        self._trackers = Trackers()
 
     tunnel: Tunnel | None = None
     """The way to the server, if it is on another machine: `url` is this end of it."""
@@ -98,6 +104,7 @@ class Backend:
 
         Waits until the steps that this backend made are durable, if there are any that are not.
         """
+        await self._trackers.close()
         await self._calls.close()
         for model in self._models:
             await model.close()
@@ -126,13 +133,35 @@ class Backend:
         """What `model.register(backend)` does."""
         from .model import TrainableModel
 
-        await self.info()
+        trackers, server = wanted(model), await self.info()
         if not isinstance(model, TrainableModel):
-            return model.attach(self)
+            model.attach(self)
+            return await self._track(model, trackers, server)
         await self.prepare(model)
         model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
         if not any(known is model for known in self._models):
             self._models.append(model)
+        await self._track(model, trackers, server)
+
+    async def _track(
+        self, model: Model[Any], trackers: Sequence[TrackerName], server: ServerInfo
+    ) -> None:
+        """Show in `trackers` what was made of `model`, and what will be."""
+        name = model.full_name
+        if trackers and not self._trackers.has(name):
+            history = await ModelCheckpoints(self._server, name).history()
+            run = Run(
+                id=run_id(name, history, server.store),
+                project=model.project,
+                name=model.name,
+                config=model.model_dump(mode="json", include=TRACKED_CONFIG, fallback=str),
+                history=history,
+            )
+            self._trackers.open(name, run, trackers)
+
+    def cost(self) -> Metrics:
+        """`cost/usd` and `cost/usd_per_hour` of the server's machine, if its price is known."""
+        return {}
 
     async def prepare(self, model: TrainableModel[Any]) -> None:
         """Have the server load the newest step of `model`, or make its step 0."""
@@ -161,9 +190,11 @@ class Backend:
             JobError: the step was not made.
         """
         chosen = _override(config or TrainConfig(), overrides)
-        body = encode_batch(make_batch(model.full_name, trajectory_groups, chosen))
-        name = model.full_name
+        name, groups = model.full_name, list(trajectory_groups)
+        body = encode_batch(make_batch(name, groups, chosen))
         result = await self._calls.make_step(name, "train", body, f"train {model.name}")
+        metrics = result.metrics | self.cost()
+        self._trackers.tell(name, result.step, "train", metrics, groups)
         if result.metrics.get("groups_without_signal") == result.metrics.get("groups", -1):
             say(
                 f"{result.policy}: within each group all rewards are equal, so there was nothing "
@@ -191,7 +222,9 @@ class Backend:
         if not request.examples:
             raise ConfigError("There is no trajectory to fine-tune on.")
         name = model.full_name
-        return await self._calls.make_step(name, "sft", request, f"fine-tune {model.name}")
+        result = await self._calls.make_step(name, "sft", request, f"fine-tune {model.name}")
+        self._trackers.tell(name, result.step, "sft", result.metrics | self.cost())
+        return result
 
     async def model_info(self, model: TrainableModel[Any]) -> ModelInfo:
         return parse(ModelInfo, await self._server.call("GET", path_of(model.full_name)))
@@ -220,6 +253,8 @@ class Backend:
             raise ConfigError(f"This can't be logged: {complaint(error)}.") from error
         path = f"{path_of(model.full_name)}/log"
         await self._server.call("POST", path, request)
+        shown = {f"{split}/{key}": value for key, value in request.metrics.items()}
+        self._trackers.tell(model.full_name, request.step, split, shown, groups)
         return request.metrics
 
     def record(

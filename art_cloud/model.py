@@ -13,6 +13,7 @@ from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
 from .errors import ConfigError
 from .http import is_loopback
 from .names import ModelName
+from .trackers import TrackerName
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -42,6 +43,9 @@ class Model(BaseModel, Generic[ConfigT]):
     inference_model_name: str | None = None
     inference_base_url: str | None = None
     inference_api_key: str | None = Field(None, repr=False, exclude=True)
+    report_metrics: list[TrackerName] | None = None
+    """Where its metrics and rollouts go beside the store: "wandb", "langfuse". None: to W&B, if
+    WANDB_API_KEY is set."""
     _backend: Backend | None = PrivateAttr(None)
     _client: AsyncOpenAI | None = PrivateAttr(None)
 

@@ -1,0 +1,123 @@
+"""Metrics to Weights & Biases, by its own package (extra `wandb`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+from .progress import say
+from .protocol import Metrics
+from .trackers import CLOSE_SECONDS, Event, Run, numbers
+
+if TYPE_CHECKING:
+    import wandb
+
+STEP = "training_step"
+"""The x axis. W&B's own step only grows, and an evaluation may be of an older step."""
+INIT_SECONDS = 30.0
+FLUSH_SECONDS = 0.2
+"""Between two writes of W&B's to its file. What is not in there is lost with the program."""
+WRITE_SECONDS = 10.0
+
+
+class WandbTracker:
+    """One run for a model, over all programs that train it.
+
+    Where it is logged in, and where it keeps its files, W&B finds in its own variables. Beside
+    those files it is noted what they have, a line for each row, so that nothing is sent twice and
+    nothing is left out, also if the program is killed.
+    """
+
+    title = "W&B"
+
+    def __init__(self) -> None:
+        self._run: wandb.Run | None = None
+        self._sent: dict[int, Metrics] = {}
+        """By step."""
+        self._file = self._note = Path()
+
+    def open(self, run: Run) -> None:
+        import wandb
+
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise ConfigError("no API key. Run `wandb login`, or set WANDB_API_KEY")
+        self._run = wandb.init(
+            project=run.project,
+            id=run.id,
+            name=run.name,
+            config=run.config,
+            resume="allow",
+            reinit="create_new",  # beside whatever run the script has of its own
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                x_disable_stats=True,  # they would be of this machine, not of the GPU's
+                x_transaction_log_flush_interval=FLUSH_SECONDS,
+                init_timeout=INIT_SECONDS,
+                finish_timeout=CLOSE_SECONDS,
+            ),
+        )
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        settings = self._run.settings
+        self._file = Path(settings.sync_file)
+        self._note = Path(settings.wandb_dir) / f"art-cloud-{run.id}.jsonl"
+        rows = [(row["step"], numbers(row)) for row in run.history]
+        if self._run.resumed and not self._note.exists():  # sent from another computer
+            self._sent = dict(rows)
+        elif self._run.resumed or self._run.offline:
+            self._sent = _read(self._note)
+        else:  # W&B has nothing of it (any more)
+            self._note.unlink(missing_ok=True)
+        self._log(rows)
+        where = f"wandb sync {settings.sync_dir}" if self._run.offline else self._run.url
+        say(f"{run.name} on W&B: {where}")
+
+    def send(self, event: Event) -> None:
+        self._log([(event.step, event.metrics)])
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _log(self, rows: Sequence[tuple[int, Metrics]]) -> None:
+        """Send what of `rows` is not there (at its step, with its value), and note it."""
+        assert self._run is not None
+        size, last, lines = self._file.stat().st_size, "", []
+        for step, metrics in rows:
+            sent = self._sent.setdefault(step, {})
+            new = {key: value for key, value in metrics.items() if sent.get(key) != value}
+            if new:
+                row = {STEP: step, **new}
+                self._run.log(row)
+                sent |= new
+                lines.append(json.dumps(row) + "\n")
+                last = max(new)
+        if lines and self._is_written(size, last):
+            with self._note.open("a") as note:
+                note.writelines(lines)
+
+    def _is_written(self, size: int, last: str) -> bool:
+        """Wait until W&B's file, that had `size` bytes, has a row with the metric `last`."""
+        give_up = time.monotonic() + WRITE_SECONDS
+        while time.monotonic() < give_up:
+            with self._file.open("rb") as file:
+                file.seek(size)
+                if last.encode() in file.read():
+                    return True
+            time.sleep(FLUSH_SECONDS / 4)
+        return False
+
+
+def _read(note: Path) -> dict[int, Metrics]:
+    sent: dict[int, Metrics] = {}
+    for line in note.read_text().splitlines() if note.exists() else []:
+        with suppress(json.JSONDecodeError):  # the last line of a program that was killed
+            row = json.loads(line)
+            sent.setdefault(row.pop(STEP), {}).update(row)
+    return sent
