@@ -1,0 +1,249 @@
+"""SkyPilot: the server as the job of a cluster of its own, on whatever cloud has the GPU.
+
+What is asked of SkyPilot is in `launch/skypilot/bridge.py`, which runs in a Python that has
+it: its dependencies and ours need not agree. A cluster is called "art-cloud-" and its name there.
+
+Source of what SkyPilot does: https://docs.skypilot.co/en/latest/reference/api.html.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import shlex
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, PositiveInt, ValidationError
+
+from ..config import Frozen
+from ..doctor import Check
+from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
+from ..http import complaint
+from ..progress import enabled, say
+from ..registry import home
+from ..skypilot_bridge import LAUNCH, call, lines
+from ..wheel import source
+from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
+
+ENDPOINT = "endpoint.json"
+"""Of the cluster's folder: where its server was found last."""
+LOCK_POLL_SECONDS = 0.1
+
+
+class Options(Frozen):
+    """What `up("skypilot", ...)` takes beside the common arguments."""
+
+    gpu: str | None = None
+    """A name of SkyPilot's, "H100", with ":2" for two of them on each node."""
+    cloud: str | None = None
+    """"aws", "kubernetes", "slurm", ...; None: the cheapest of those that are enabled."""
+    region: str | None = None
+    """A Slurm cluster or a Kubernetes context is one too."""
+    zone: str | None = None
+    spot: bool = False
+    """On-demand is taken where no spot machine can be had."""
+    any_of: tuple[dict[str, JsonValue], ...] = ()
+    """Resources in SkyPilot's words, each beside the other options; the cheapest is taken."""
+    num_nodes: PositiveInt | None = None
+    image: str | None = None
+    """"docker:NAME@DIGEST" of an image whose `python` has art-cloud[server]."""
+    python: str | None = None
+    """A Python on the machine that has it: then nothing is installed."""
+    yaml: str | None = None
+    """A SkyPilot task of one's own, without a name, `run` and secrets."""
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """Those of the task, as SkyPilot's YAML has them."""
+        places = (self.cloud, self.region, self.zone)
+        infra = "/".join(place or "*" for place in places).rstrip("/*")
+        both = {"accelerators": self.gpu, "infra": infra, "image_id": self.image}
+        common = {key: value for key, value in both.items() if value}
+        choices = [dict(choice) for choice in self.any_of]
+        if self.spot:
+            choices = [
+                {"use_spot": spot} | choice for choice in choices or [{}] for spot in (True, False)
+            ]
+        return common | {"any_of": choices} if choices else common
+
+
+class SkyPilotProvider:
+    async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        """What SkyPilot's catalog has of it on the clouds that are enabled.
+
+        Raises:
+            ConfigError: no cloud is enabled, no such GPU, or the YAML can't be used.
+        """
+        found = await call("offers", task=_task(spec, _options(spec)))
+        return [Offer(provider="skypilot", **offer) for offer in found]
+
+    async def launch(self, spec: ClusterSpec, name: str) -> None:
+        """Have SkyPilot find a machine, set it up, and start the server as its job.
+
+        Raises:
+            NoMachineError: none could be had; the message says what was tried.
+        """
+        options = _options(spec)
+        task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
+        async with _one_at_a_time(name) as folder:
+            (folder / ENDPOINT).unlink(missing_ok=True)
+            try:
+                await call("launch", name=name, task=task, on_log=say if enabled() else None)
+            except ProviderError:
+                await call("terminate", name=name)
+                raise
+
+    async def endpoint(self, name: str) -> Endpoint:
+        folder = _folder(name)
+        try:
+            return Endpoint.model_validate_json((folder / ENDPOINT).read_text())
+        except FileNotFoundError:
+            pass
+        try:
+            found = await call("endpoint", name=name)
+        except NotFoundError as error:
+            raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
+        if "ended" in found:
+            raise LaunchError(_last_words(name, found["ended"]))
+        endpoint = Endpoint(url=found["url"], ssh=await _route(folder, **found["ssh"]))
+        (folder / ENDPOINT).write_text(endpoint.model_dump_json())
+        return endpoint
+
+    async def list(self) -> list[Instance]:
+        """Clusters of this user whose name at SkyPilot begins with "art-cloud-".
+
+        Their clouds are asked, each time: what SkyPilot remembers may be gone.
+        """
+        return [
+            Instance(
+                provider="skypilot",
+                started_at=datetime.fromtimestamp(one.pop("started_at"), UTC),
+                **one,
+            )
+            for one in await call("list")
+        ]
+
+    async def terminate(self, name: str) -> None:
+        """Cancel its launch, if that goes on, and have SkyPilot take the machine down."""
+        (_folder(name) / ENDPOINT).unlink(missing_ok=True)
+        await call("terminate", name=name)
+
+    async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        """What the server wrote. SkyPilot keeps it on the machine, so it goes with it."""
+        async for line in lines("logs", name=name, follow=follow):
+            yield line
+
+    async def check(self) -> Sequence[Check]:
+        """For `art-cloud doctor`: the clouds that are enabled."""
+        clouds = await call("check")
+        return [Check(subject="clouds of SkyPilot", state="ok", message=", ".join(clouds))]
+
+
+def _options(spec: ClusterSpec) -> Options:
+    try:
+        options = Options.model_validate(spec.options)
+    except ValidationError as error:
+        known = ", ".join(Options.model_fields)
+        raise ConfigError(
+            f'up("skypilot", ...): {complaint(error)}. Its options are: {known}.'
+        ) from error
+    if not (options.gpu or options.yaml or all("accelerators" in one for one in options.any_of)):
+        raise ConfigError('up("skypilot", ...) needs a gpu="H100", accelerators or a yaml=.')
+    return options
+
+
+def _task(spec: ClusterSpec, options: Options) -> dict[str, Any]:
+    """What is asked of SkyPilot, for `make_task` of the bridge."""
+    cap = spec.max_hourly
+    if spec.budget is not None and spec.offer is not None:
+        cap = spec.offer.price_per_hour  # the server counts with it
+    return {
+        "resources": options.resources,
+        "num_nodes": options.num_nodes,
+        "yaml": str(Path(options.yaml).expanduser().resolve()) if options.yaml else None,
+        "max_hourly_cost": cap,
+        "envs": {},
+        "secrets": {},
+        "mounts": {},
+    }
+
+
+def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
+    """The part of the task that says which server is installed and run."""
+    what = source()
+    extras = "server,vllm" if spec.engine == "vllm" else "server"
+    mounts = {"~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py")}
+    requirement = what.requirement(extras)
+    if what.wheel is not None:
+        requirement = f"art-cloud[{extras}]"
+        mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
+    python = options.python or ("python" if options.image else "")
+    envs = {
+        "ART_CLOUD_NAME": name,
+        "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
+        "ART_CLOUD_REQUIREMENT": requirement,
+        "ART_CLOUD_ENVIRONMENT": what.key,
+        "ART_CLOUD_PYTHON": python,
+    }
+    return {"envs": envs, "secrets": spec.server_environment(), "mounts": {} if python else mounts}
+
+
+async def _route(folder: Path, host: str, config: str) -> SSHRoute:
+    """How to log in, by SkyPilot's ssh configuration, to the machine that it started.
+
+    SkyPilot takes any host key, each time. Here the first one that is seen, when the machine is
+    new, is the one that it must have from then on.
+    """
+    known = folder / "known_hosts"
+    known.unlink(missing_ok=True)
+    own = (
+        f"Host {host}\n"
+        f"  HostKeyAlias {host}\n"
+        f"  UserKnownHostsFile {known}\n"
+        "  StrictHostKeyChecking accept-new\n\n"
+    )
+    path = folder / "ssh_config"
+    path.write_text(own + config)
+    process = await asyncio.create_subprocess_exec(
+        *("ssh", "-F", str(path), "-o", "BatchMode=yes", host, "true"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    if process.returncode:
+        why = said.decode(errors="replace").strip()
+        raise ProviderError(f"SkyPilot's machine {host} can't be logged in to: {why}")
+    return SSHRoute(host=host, config=str(path))
+
+
+def _last_words(name: str, log: Sequence[str]) -> str:
+    said = "\n".join(f"  {line}" for line in log) or "  (nothing)"
+    return (
+        f"The server of {name} ended, or was never started. The last lines of what it and its "
+        f"set-up wrote:\n{said}\nMend what they name, then start it again."
+    )
+
+
+def _folder(name: str) -> Path:
+    folder = home() / "clusters" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@asynccontextmanager
+async def _one_at_a_time(name: str) -> AsyncIterator[Path]:
+    """Launches of one name by this user wait for each other: the first decides."""
+    folder = _folder(name)
+    with (folder / "launch").open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+        yield folder

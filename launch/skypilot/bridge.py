@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""One call to SkyPilot, in a Python that has it: art-cloud itself does without its dependencies.
+
+    echo '{"call": "list"}' | python bridge.py
+
+The request is a JSON object on standard input, so that secrets stand neither in arguments nor on
+disk: `call` names a function below, the rest are its arguments. Each line of standard output is a
+JSON object: {"log": ...} while it goes on, and at the end {"result": ...}, or {"error": ...,
+"message": ...} with the name of SkyPilot's exception.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sky
+import yaml
+from sky import exceptions
+from sky.client import sdk
+from sky.client.cli import command
+
+PREFIX = "art-cloud-"
+"""Of the names of our clusters at SkyPilot."""
+LAUNCHING = ("PENDING", "RUNNING")
+POLL_SECONDS = 1.0
+LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+JOB = re.compile(r"^\((setup|art-server|head)\b[^)]*\) ")
+LOG_LINES = 15
+SERVER = Path(__file__).parent / "server.yaml"
+OURS = ("name", "run", "secrets")
+"""What of a task is not the user's to say."""
+
+
+class Lines(io.TextIOBase):
+    """Gives what is written to it as lines of the log."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if said := plain(line.rpartition("\r")[2]).strip():
+                answer(log=said)
+        return len(text)
+
+
+def offers(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """What SkyPilot could take for the task, with prices in US dollars an hour for all nodes."""
+    clouds = check()
+    made, dag = make_task(task), sky.Dag()
+    dag.add(made)
+    sdk.stream_and_get(sdk.optimize(dag), output_stream=Lines())
+    found = [offer for wanted in made.resources for offer in offers_of(wanted, clouds)]
+    for offer in found:
+        offer["price_per_hour"] *= made.num_nodes
+    return sorted(found, key=lambda offer: float(offer["price_per_hour"]))
+
+
+def offers_of(wanted: sky.Resources, clouds: list[str]) -> Iterator[dict[str, Any]]:
+    if not wanted.accelerators:
+        cloud = str(wanted.cloud or "any").lower()
+        yield offer_of(cloud, wanted.region, str(wanted), wanted.use_spot, math.nan)
+        return
+    [(gpu, count)] = wanted.accelerators.items()
+    rows = sdk.get(
+        sdk.list_accelerators(
+            name_filter=f"^{re.escape(gpu)}$",
+            quantity_filter=int(count),
+            region_filter=None if str(wanted.cloud) == "Slurm" else wanted.region,
+            clouds=str(wanted.cloud).lower() if wanted.cloud else None,
+            require_price=False,
+            case_sensitive=False,
+        )
+    )
+    enabled = {cloud.lower() for cloud in clouds}
+    for row in (row for listed in rows.values() for row in listed):
+        fits = wanted.instance_type in (None, row.instance_type)
+        price = row.spot_price if wanted.use_spot else row.price
+        unknown = price is None or math.isnan(price)
+        if fits and row.cloud.lower() in enabled and not (wanted.use_spot and unknown):
+            machine = f"{row.accelerator_name}:{int(row.accelerator_count)}"
+            if row.instance_type:
+                machine += f" {row.instance_type}"
+            yield offer_of(row.cloud.lower(), wanted.region, machine, wanted.use_spot, price)
+
+
+def offer_of(
+    cloud: str, region: str | None, machine: str, spot: bool, price: float | None
+) -> dict[str, Any]:
+    known = price is not None and not math.isnan(price)
+    return {
+        "region": f"{cloud}/{region}" if region else cloud,
+        "machine": machine,
+        "spot": spot,
+        "price_per_hour": price if known else 0.0,
+    }
+
+
+def launch(name: str, task: dict[str, Any]) -> None:
+    """Returns once the machine is there and its setup has ended; one that is there is left."""
+    pending = launching(name)
+    if pending:
+        sdk.stream_and_get(pending[0], output_stream=Lines())
+    record = look(name)
+    if record is not None and is_up(record) and sdk.get(sdk.job_status(PREFIX + name)):
+        return
+    request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
+    sdk.stream_and_get(request, output_stream=Lines())
+
+
+def endpoint(name: str) -> dict[str, Any]:
+    """Waits until the server of the cluster listens, or has ended."""
+    said: list[str] = []
+    for line in lines_of_job(name, follow=True):
+        said.append(line)
+        if found := LISTENS.search(line):
+            command._get_cluster_records_and_set_ssh_config([PREFIX + name])
+            config = Path("~/.sky/generated/ssh").expanduser() / (PREFIX + name)
+            text = re.sub(r"(?m)^(\s*IdentityFile )~", rf"\1{Path.home()}", config.read_text())
+            return {"url": found[1], "ssh": {"host": PREFIX + name, "config": text}}
+    return {"ended": said[-LOG_LINES:]}
+
+
+def list_(name: str | None = None) -> list[dict[str, Any]]:
+    """Our clusters, as their clouds tell, not as SkyPilot remembers."""
+    names = [PREFIX + name] if name else None
+    records = sdk.get(sdk.status(names, refresh=sky.StatusRefreshMode.FORCE))
+    return [described(one) for one in records if one["name"].startswith(PREFIX)]
+
+
+def described(record: Any) -> dict[str, Any]:
+    where = "/".join(filter(None, (record["cloud"], record["region"]))).lower()
+    handle = record["handle"]
+    addresses = [pair[0] for pair in (handle.stable_internal_external_ips or []) if pair]
+    nodes = f", {len(addresses)} nodes: {' '.join(addresses)}" if len(addresses) > 1 else ""
+    return {
+        "name": record["name"].removeprefix(PREFIX),
+        "state": "running" if is_up(record) else "starting",
+        "started_at": record["launched_at"],
+        "detail": f"{where}{nodes}, sky status {record['name']}",
+    }
+
+
+def terminate(name: str) -> None:
+    """Cancels a launch that is on its way, and ends the machine; returns when it is gone."""
+    for request in launching(name):
+        sdk.get(sdk.api_cancel(request))
+    while look(name) is not None:
+        try:
+            sdk.stream_and_get(sdk.down(PREFIX + name), output_stream=Lines())
+        except exceptions.ClusterDoesNotExist:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def logs(name: str, follow: bool) -> None:
+    for line in lines_of_job(name, follow=follow):
+        answer(log=line)
+
+
+def lines_of_job(name: str, *, follow: bool) -> Iterator[str]:
+    """What the server of the cluster wrote; with `follow` until it ends."""
+    if not sdk.get(sdk.status([PREFIX + name])):
+        raise exceptions.ClusterDoesNotExist(f"{PREFIX + name} is not listed by: sky status")
+    for chunk in sdk.tail_logs(PREFIX + name, None, follow=follow, preload_content=False):
+        line = plain(chunk or "").rstrip("\n")
+        if JOB.match(line):
+            yield JOB.sub("", line)
+
+
+def check() -> list[str]:
+    """The clouds that may be used; those set up since SkyPilot looked last are found."""
+    said = io.StringIO()
+    clouds = sdk.get(sdk.enabled_clouds())
+    if not clouds:
+        sdk.stream_and_get(sdk.check(None, verbose=False), output_stream=said)
+        clouds = sdk.get(sdk.enabled_clouds())
+    if not clouds:
+        raise exceptions.NoCloudAccessError(plain(said.getvalue()).strip())
+    return [str(cloud) for cloud in clouds]
+
+
+def look(name: str) -> Any:
+    """The record of one of our clusters, asked anew; None if there is none."""
+    records = sdk.get(sdk.status([PREFIX + name], refresh=sky.StatusRefreshMode.FORCE))
+    return records[0] if records else None
+
+
+def is_up(record: Any) -> bool:
+    return bool(record["status"] == sky.ClusterStatus.UP)
+
+
+def launching(name: str) -> list[str]:
+    """The requests by which the cluster is being launched, whoever asked for it."""
+    return [
+        request.request_id
+        for request in sdk.api_status(cluster_name=PREFIX + name)
+        if request.name.endswith("launch") and request.status in LAUNCHING
+    ]
+
+
+def make_task(asked: dict[str, Any]) -> sky.Task:
+    """`server.yaml` with what is asked for: `resources`, `num_nodes`, `envs`, `secrets`, `mounts`
+    (of files, by their place on the machine), `max_hourly_cost`, and `yaml`, a user's own task."""
+    config = yaml.safe_load(SERVER.read_text())
+    config["file_mounts"] = asked["mounts"]
+    if asked["yaml"]:
+        merge(config, read_task(Path(asked["yaml"])))
+    if asked["resources"]:
+        if not asked["yaml"]:
+            del config["resources"]["accelerators"]
+        config["resources"] |= asked["resources"]
+    if asked["max_hourly_cost"]:
+        config["resources"]["max_hourly_cost"] = asked["max_hourly_cost"]
+    config["num_nodes"] = asked["num_nodes"] or config.get("num_nodes", 1)
+    config["envs"] |= asked["envs"]
+    config["secrets"] = asked["secrets"]
+    return sky.Task.from_yaml_config(config)
+
+
+def read_task(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not the YAML of a SkyPilot task")
+    for key in OURS:
+        if key in content:
+            raise ValueError(f"{path} has `{key}`, which is art-cloud's to say: the server is run")
+    return content
+
+
+def merge(config: dict[str, Any], user: dict[str, Any]) -> None:
+    """The user's resources in place of ours, but for autostop; other parts beside ours."""
+    autostop = config["resources"]["autostop"]
+    setup = "\n".join(filter(None, (user.get("setup"), config["setup"])))
+    both = {key: config[key] | user.get(key, {}) for key in ("envs", "file_mounts")}
+    config |= user | both | {"setup": setup}
+    config["resources"] = {**user.get("resources", {}), "autostop": autostop}
+
+
+def plain(text: str) -> str:
+    return ANSI.sub("", text)
+
+
+def answer(**message: Any) -> None:
+    print(json.dumps(message), file=OUT, flush=True)
+
+
+CALLS = {
+    "offers": offers,
+    "launch": launch,
+    "endpoint": endpoint,
+    "list": list_,
+    "terminate": terminate,
+    "logs": logs,
+    "check": check,
+}
+OUT = os.fdopen(os.dup(1), "w")
+"""SkyPilot prints to standard output: its place is standard error."""
+
+
+def main() -> None:
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        answer(result=CALLS[request.pop("call")](**request))
+    except BrokenPipeError:  # nobody asks any more
+        os._exit(1)
+    except Exception as error:
+        message = plain(str(error)).strip()
+        answer(error=type(error).__name__, message=message or type(error).__name__)
+
+
+if __name__ == "__main__":
+    main()

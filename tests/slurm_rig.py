@@ -1,0 +1,276 @@
+"""The real SkyPilot with a real Slurm of two nodes, each with a made-up GPU, on this machine.
+
+    with SlurmRig(tmp_path) as rig:
+        subprocess.run([rig.python, "-m", "sky.cli", "status"], env=os.environ | rig.environment)
+
+Daemons, jobs and SkyPilot's API server run in namespaces of their own: of processes, so that all of
+them end with the rig, and of mounts, so that the users and hosts they see are not this machine's.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from .server_process import wait_until
+from .sshd import SSHD, make_key
+
+ROOT = Path(__file__).parents[1]
+PYTHON = Path(
+    os.environ.get("ART_TEST_SKYPILOT_PYTHON", ROOT / ".venv-skypilot" / "bin" / "python")
+)
+TOOLS = ("slurmctld", "slurmd", "sbatch", "rsync", "nc", "unshare", "setpriv")
+SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+START_SECONDS = 180.0
+
+missing = [tool for tool in TOOLS if shutil.which(tool, path=SBIN) is None]
+needs_slurm = pytest.mark.skipif(
+    bool(missing) or SSHD is None or os.geteuid() != 0 or not PYTHON.exists(),
+    reason="SkyPilot on Slurm takes root, make .venv-skypilot, and slurmctld slurmd slurm-client "
+    "rsync netcat-openbsd openssh-server",
+)
+
+
+class SlurmRig:
+    """A Slurm cluster `artci` that SkyPilot knows, while the `with` block runs."""
+
+    cluster = "artci"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        """Of whoever uses SkyPilot."""
+        self.nodes = folder / "nodes"
+        """Home of the user on the nodes."""
+        self.log = folder / "rig.log"
+        self.python = str(PYTHON)
+        self._init: subprocess.Popen[bytes] | None = None
+        for name in ("home/.slurm", "home/.ssh", "nodes/.ssh", "bin", "spool", "run", "log"):
+            (folder / name).mkdir(parents=True, mode=0o700)
+        self.port, *self._ports = free_ports(5)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For whoever uses SkyPilot here."""
+        return {
+            "HOME": str(self.home),
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+            "ART_SKYPILOT_PYTHON": self.python,
+        }
+
+    def __enter__(self) -> SlurmRig:
+        self._write()
+        with self.log.open("wb") as log:
+            self._init = subprocess.Popen(
+                [
+                    *("setpriv", "--pdeathsig", "KILL"),
+                    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+                    *("bash", str(self.folder / "init.sh")),
+                ],
+                env={**os.environ, **self.environment, "PATH": SBIN},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            wait_until(self._ready, START_SECONDS)
+        except BaseException:
+            print(self.log.read_text())
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._init is not None
+        inside = psutil.Process(self._init.pid).children(recursive=True)
+        for process in inside[:1]:  # PID 1 of the namespace: the others go with it
+            process.send_signal(signal.SIGKILL)
+        self._init.wait()
+        psutil.wait_procs(inside, timeout=10)
+
+    def _ready(self) -> bool:
+        assert self._init is not None
+        assert self._init.poll() is None, self.log.read_text()
+        return (self.folder / "ready").exists()
+
+    def processes(self) -> list[psutil.Process]:
+        """Servers of clusters, and what else runs as a job."""
+        assert self._init is not None
+        found = psutil.Process(self._init.pid).children(recursive=True)
+        return [process for process in found if "art_server" in " ".join(process.cmdline())]
+
+    def _write(self) -> None:
+        controller, first, second, login = self._ports
+        sky = PYTHON.parent / "sky"
+        host, at = socket.gethostname(), self.folder
+        make_key(at / "host_key")
+        make_key(self.home / ".ssh" / "slurm")
+        shutil.copy(self.home / ".ssh" / "slurm.pub", self.nodes / ".ssh" / "authorized_keys")
+        write(
+            at / "slurm.conf",
+            f"""
+            ClusterName={self.cluster}
+            SlurmctldHost={host}(127.0.0.1)
+            SlurmctldPort={controller}
+            SlurmUser=root
+            SlurmdUser=root
+            AuthType=auth/none
+            CredType=cred/none
+            StateSaveLocation={at}/spool/controller
+            SlurmdSpoolDir={at}/spool/%n
+            SlurmctldPidFile={at}/run/slurmctld.pid
+            SlurmdPidFile={at}/run/slurmd-%n.pid
+            SlurmctldLogFile={at}/log/slurmctld.log
+            SlurmdLogFile={at}/log/slurmd-%n.log
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            MpiDefault=none
+            SwitchType=switch/none
+            JobAcctGatherType=jobacct_gather/none
+            AccountingStorageType=accounting_storage/none
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_CPU_Memory
+            SchedulerType=sched/backfill
+            SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+            ReturnToService=2
+            KillWait=5
+            MinJobAge=30
+            InactiveLimit=0
+            SlurmdParameters=config_overrides
+            CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+            GresTypes=gpu
+            NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={first} \
+CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
+            NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={second} \
+CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
+            PartitionName=gpu Nodes=n1,n2 Default=YES DefaultTime=01:00:00 MaxTime=02:00:00 State=UP
+            """,
+        )
+        write(
+            at / "gres.conf",
+            f"""
+            NodeName=n1 Name=gpu Type=H100 File={at}/gpu0
+            NodeName=n2 Name=gpu Type=H100 File={at}/gpu1
+            """,
+        )
+        write(
+            at / "sshd_config",
+            f"""
+            ListenAddress 127.0.0.1:{login}
+            HostKey {at}/host_key
+            PidFile {at}/run/sshd.pid
+            AuthorizedKeysFile .ssh/authorized_keys
+            PermitRootLogin prohibit-password
+            PasswordAuthentication no
+            KbdInteractiveAuthentication no
+            UsePAM no
+            StrictModes no
+            MaxSessions 200
+            MaxStartups 150:30:200
+            Subsystem sftp internal-sftp
+            SetEnv {" ".join(f"{key}={value}" for key, value in self._node_environment().items())}
+            """,
+        )
+        write(
+            self.home / ".slurm" / "config",
+            f"""
+            Host {self.cluster}
+              HostName 127.0.0.1
+              Port {login}
+              User skynode
+              IdentityFile {self.home}/.ssh/slurm
+              IdentitiesOnly yes
+            """,
+        )
+        self._write_catalog()
+        self._write_tools()
+        write(at / "hosts", f"127.0.0.1 localhost {host} n1 n2\n")
+        users = Path("/etc/passwd").read_text()
+        write(at / "passwd", f"skynode:x:0:0::{self.nodes}:/bin/bash\n{users}")
+        write(at / "shadow", "skynode:*:19000:0:99999:7:::\n" + Path("/etc/shadow").read_text())
+        exports = [f"export {key}={value}\n" for key, value in self._node_environment().items()]
+        write(at / "profile", "".join(exports))
+        write(
+            at / "init.sh",
+            f"""
+            set -eu
+            for file in hosts passwd shadow profile; do mount --bind {at}/$file /etc/$file; done
+            export SLURM_CONF={at}/slurm.conf
+            mknod {at}/gpu0 c 1 3; mknod {at}/gpu1 c 1 3
+            mkdir -p /run/sshd
+            slurmctld -c
+            slurmd -N n1; slurmd -N n2
+            {SSHD} -f {at}/sshd_config -E {at}/log/sshd.log
+            until [ "$(sinfo --noheader --states=idle --format=%D)" = 2 ]; do sleep 0.1; done
+            env -u SLURM_CONF {sky} api start --host 127.0.0.1
+            touch {at}/ready
+            while true; do wait; sleep 1; done
+            """,
+        )
+
+    def _node_environment(self) -> dict[str, str]:
+        return {
+            "SLURM_CONF": f"{self.folder}/slurm.conf",
+            "PATH": f"{self.folder}/bin:{SBIN}",
+            "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR", f"{Path.home()}/.cache/uv"),
+            **{key: value for key, value in os.environ.items() if key.startswith(("UV_", "SSL_"))},
+        }
+
+    def _write_catalog(self) -> None:
+        """SkyPilot's list of GPUs, which is not part of its package."""
+        common = self.home / ".sky" / "catalogs" / "v8" / "common"
+        common.mkdir(parents=True)
+        for name, rows in {
+            "accelerators": [["AcceleratorName", "Clouds"], ["H100", "['Slurm']"]],
+            "metadata": [["GPU", "MemoryGB", "Manufacturer"], ["H100", "80", "Nvidia"]],
+        }.items():
+            with (common / f"{name}.csv").open("w", newline="") as file:
+                csv.writer(file).writerows(rows)
+
+    def _write_tools(self) -> None:
+        """What SkyPilot would download to a node: uv, which there takes the Python that is here."""
+        uv = Path(sysconfig.get_path("scripts")) / "uv"
+        write(
+            self.folder / "bin" / "uv",
+            f"""
+            #!/bin/bash
+            arguments=("$@")
+            for i in "${{!arguments[@]}}"; do
+              [ "${{arguments[$i]}}" != 3.10 ] || arguments[$i]={sys.executable}
+            done
+            exec {uv} "${{arguments[@]}}"
+            """,
+        )
+        write(
+            self.folder / "bin" / "curl",
+            f"""
+            #!/bin/bash
+            echo 'mkdir -p "$UV_INSTALL_DIR" && ln -sf {self.folder}/bin/uv "$UV_INSTALL_DIR/uv"'
+            """,
+        )
+        for tool in ("uv", "curl"):
+            (self.folder / "bin" / tool).chmod(0o755)
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(dedent(text).lstrip("\n"))
