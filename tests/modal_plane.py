@@ -4,29 +4,23 @@ It speaks Modal's own gRPC on loopback. A sandbox is a real process (group) in a
 its tunnel a real TLS listener with a certificate of the plane's own authority. What the plane does
 not know, it answers with UNIMPLEMENTED, so that a newer client fails loudly.
 
-It differs from Modal: no container and no GPU, and a volume is an empty folder that is not mounted.
+It differs from Modal: no container and no GPU, so where an argument names a port that is opened,
+the process gets another one that is free; and a volume is an empty folder that is not mounted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import json
-import os
 import secrets
-import signal
 import ssl
-import subprocess
-import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trustme
 from google.protobuf.empty_pb2 import Empty
 from grpclib import GRPCError, Status
@@ -34,66 +28,28 @@ from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_grpc, task_command_router_grpc
 from modal_proto import api_pb2 as api
-from modal_proto import task_command_router_pb2 as router
 
-HOST = "127.0.0.2"
-"""Of the tunnels: an address that no client takes for its own machine."""
-GPUS = {"T4", "L4", "A10", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200"}
-LONGEST_SECONDS = 24 * 3600
-POLL_SECONDS = 0.02
+from .modal_apps import Apps, Deployed
+from .modal_sandboxes import HOST, Result, Router, Sandbox, Sandboxes, logged, new_id, new_jwt
+
 BUILDER = "2025.06"
 
-Result = api.GenericResult
 
-
-@dataclass
-class Sandbox:
-    id: str
-    app_id: str
-    definition: api.Sandbox
-    folder: Path
-    tags: dict[str, str]
-    created_at: float = field(default_factory=time.time)
-    process: asyncio.subprocess.Process | None = None
-    """None while there is no capacity for it."""
-    result: api.GenericResult | None = None
-    tunnels: list[api.TunnelData] = field(default_factory=list)
-    listeners: list[asyncio.Server] = field(default_factory=list)
-
-    @property
-    def task_id(self) -> str:
-        return self.id.replace("sb-", "ta-")
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "log"
-
-    @property
-    def handle(self) -> api.SandboxHandleMetadata:
-        return api.SandboxHandleMetadata(app_id=self.app_id, result=self.result)
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(11)}"  # 22 characters: what is longer is another generation
-
-
-def new_jwt() -> str:
-    parts = ({"alg": "none"}, {"exp": time.time() + 3600})
-    encoded = (base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts)
-    return b".".join([*encoded, b"x"]).decode()
-
-
-class Control:
+class Control(Sandboxes, Apps):
     """The calls of `ModalClient`: apps, images, secrets, volumes and sandboxes."""
 
     def __init__(self, plane: ModalPlane) -> None:
+        super().__init__()
         self.plane = plane
         self.apps: dict[str, str] = {}
+        self.secrets: dict[str, str] = {}
         self.environments: dict[str, dict[str, str]] = {}
         self.images: dict[str, api.Image] = {}
         self.sandboxes: dict[str, Sandbox] = {}
 
     def authenticate(self, metadata: Any) -> None:
+        if metadata.get("x-modal-client-type") == str(api.CLIENT_TYPE_CONTAINER):
+            return  # it has no token
         sent = (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret"))
         if sent != self.plane.token:
             raise GRPCError(Status.UNAUTHENTICATED, "Token validation failed")
@@ -118,6 +74,12 @@ class Control:
             self.apps[request.app_name] = new_id("ap")
         return api.AppGetOrCreateResponse(app_id=self.apps[request.app_name])
 
+    async def AppFetchLogs(self, request: Any) -> Any:
+        logs = (s.log.read_bytes() for s in self.sandboxes.values() if s.task_id == request.task_id)
+        text = b"".join(logs) if request.task_id else self.app_log(request.app_id)
+        items = [logged(line) for line in text.splitlines(keepends=True)[-request.limit :]]
+        return api.AppFetchLogsResponse(batches=[api.TaskLogsBatch(items=items)])
+
     async def ImageGetOrCreate(self, request: Any) -> Any:
         if any("not-there" in line for line in request.image.dockerfile_commands):
             raise GRPCError(Status.NOT_FOUND, "Image not-there not found")
@@ -135,8 +97,15 @@ class Control:
         )
 
     async def SecretGetOrCreate(self, request: Any) -> Any:
-        secret = new_id("st")
-        self.environments[secret] = dict(request.env_dict)
+        name = request.deployment_name
+        secret = self.secrets.get(name) or new_id("st")
+        if request.object_creation_type == api.OBJECT_CREATION_TYPE_UNSPECIFIED:
+            if secret not in self.environments:
+                raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} not found")
+        else:
+            self.environments[secret] = dict(request.env_dict)
+        if name:
+            self.secrets[name] = secret
         return api.SecretGetOrCreateResponse(secret_id=secret)
 
     async def VolumeGetOrCreate(self, request: Any) -> Any:
@@ -148,215 +117,6 @@ class Control:
             ),
         )
 
-    async def SandboxCreate(self, request: Any) -> Any:
-        definition = request.definition
-        gpu = definition.resources.gpu_config
-        if gpu.gpu_type.upper() not in GPUS:
-            raise GRPCError(Status.INVALID_ARGUMENT, f"Not a valid GPU type: {gpu.gpu_type}")
-        if not 0 < definition.timeout_secs <= LONGEST_SECONDS:
-            raise GRPCError(Status.INVALID_ARGUMENT, "timeout must be at most 24 hours")
-        if self._running(request.app_id, definition.name):
-            message = f"Sandbox {definition.name!r} already exists"
-            raise GRPCError(Status.ALREADY_EXISTS, message)
-        id_ = new_id("sb")
-        tags = {tag.tag_name: tag.tag_value for tag in request.tags}
-        folder = self.plane.folder / id_
-        folder.mkdir()
-        sandbox = Sandbox(id_, request.app_id, definition, folder, tags)
-        self.sandboxes[id_] = sandbox
-        if self.plane.capacity:
-            await self._start(sandbox)
-        return api.SandboxCreateResponse(sandbox_id=id_, metadata=sandbox.handle)
-
-    def _running(self, app_id: str, name: str) -> Sandbox | None:
-        found = (
-            sandbox
-            for sandbox in self.sandboxes.values()
-            if (sandbox.app_id, sandbox.definition.name) == (app_id, name)
-            and sandbox.result is None
-        )
-        return next(found, None)
-
-    async def _start(self, sandbox: Sandbox) -> None:
-        environment = {
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "HOME": str(sandbox.folder),
-            "OMP_NUM_THREADS": "1",
-        }
-        for secret in sandbox.definition.secret_ids:
-            environment |= self.environments[secret]
-        for port in sandbox.definition.open_ports.ports:
-            sandbox.tunnels.append(await self._tunnel(sandbox, port.port))
-        with sandbox.log.open("wb") as log:
-            sandbox.process = await asyncio.create_subprocess_exec(
-                *sandbox.definition.entrypoint_args,
-                cwd=sandbox.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.plane.watch(self._watch(sandbox))
-
-    async def _watch(self, sandbox: Sandbox) -> None:
-        assert sandbox.process is not None
-        code = await sandbox.process.wait()
-        status = Result.GENERIC_STATUS_FAILURE if code else Result.GENERIC_STATUS_SUCCESS
-        await self.end(sandbox, Result(status=status, exitcode=code if code >= 0 else 128 - code))
-
-    async def end(self, sandbox: Sandbox, result: api.GenericResult) -> None:
-        """A sandbox takes all its processes and connections with it."""
-        if sandbox.result is not None:
-            return
-        sandbox.result = result
-        if sandbox.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(sandbox.process.pid, signal.SIGKILL)
-            await sandbox.process.wait()
-        for listener in sandbox.listeners:
-            listener.close()
-
-    async def _tunnel(self, sandbox: Sandbox, port: int) -> api.TunnelData:
-        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):
-                while data := await reader.read(1 << 16):
-                    writer.write(data)
-                    await writer.drain()
-            writer.close()
-
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                writer.transport.abort()
-                return
-            await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
-
-        listener = await asyncio.start_server(relay, HOST, 0, ssl=self.plane.tls)
-        sandbox.listeners.append(listener)
-        public = listener.sockets[0].getsockname()[1]
-        return api.TunnelData(host=HOST, port=public, container_port=port)
-
-    def _sandbox(self, request: Any) -> Sandbox:
-        try:
-            return self.sandboxes[request.sandbox_id]
-        except KeyError:
-            raise GRPCError(Status.NOT_FOUND, f"{request.sandbox_id} not found") from None
-
-    async def SandboxGetTaskId(self, request: Any) -> Any:
-        sandbox = self._sandbox(request)
-        task = sandbox.task_id if sandbox.process else ""
-        return api.SandboxGetTaskIdResponse(task_id=task, task_result=sandbox.result)
-
-    async def SandboxGetTunnels(self, request: Any) -> Any:
-        result = Result(status=Result.GENERIC_STATUS_SUCCESS)
-        return api.SandboxGetTunnelsResponse(result=result, tunnels=self._sandbox(request).tunnels)
-
-    async def SandboxWait(self, request: Any) -> Any:
-        sandbox = self._sandbox(request)
-        give_up = time.monotonic() + request.timeout
-        while sandbox.result is None and time.monotonic() < give_up:
-            await asyncio.sleep(POLL_SECONDS)
-        return api.SandboxWaitResponse(result=sandbox.result, metadata=sandbox.handle)
-
-    async def SandboxTerminate(self, request: Any) -> Any:
-        sandbox = self._sandbox(request)
-        before = sandbox.result
-        await self.end(sandbox, Result(status=Result.GENERIC_STATUS_TERMINATED))
-        return api.SandboxTerminateResponse(existing_result=before)
-
-    async def SandboxListV2(self, request: Any) -> Any:
-        wanted = {(tag.tag_name, tag.tag_value) for tag in request.tags}
-        return api.SandboxListResponse(
-            sandboxes=[
-                api.SandboxInfo(
-                    id=sandbox.id,
-                    created_at=sandbox.created_at,
-                    app_id=sandbox.app_id,
-                    name=sandbox.definition.name,
-                    metadata=sandbox.handle,
-                    task_info=api.TaskInfo(id=sandbox.task_id, result=sandbox.result),
-                )
-                for sandbox in sorted(self.sandboxes.values(), key=lambda one: -one.created_at)
-                if (request.include_finished or sandbox.result is None)
-                and sandbox.app_id == request.app_id
-                and wanted <= set(sandbox.tags.items())
-                and (not request.before_timestamp or sandbox.created_at < request.before_timestamp)
-            ]
-        )
-
-    async def SandboxGetFromName(self, request: Any) -> Any:
-        sandbox = self._running(self.apps.get(request.app_name, ""), request.sandbox_name)
-        if sandbox is None:
-            raise GRPCError(Status.NOT_FOUND, f"No sandbox {request.sandbox_name!r}")
-        return api.SandboxGetFromNameResponse(sandbox_id=sandbox.id, metadata=sandbox.handle)
-
-    async def SandboxGetFromNameV2(self, request: Any) -> Any:
-        """Sandboxes without a GPU are of a later generation: here there are none."""
-        raise GRPCError(Status.NOT_FOUND, f"No sandbox {request.sandbox_name!r}")
-
-    async def SandboxTagsGet(self, request: Any) -> Any:
-        tags = self._sandbox(request).tags.items()
-        return api.SandboxTagsGetResponse(
-            tags=[api.SandboxTag(tag_name=name, tag_value=value) for name, value in tags]
-        )
-
-    async def SandboxGetLogs(self, request: Any) -> AsyncIterator[Any]:
-        sandbox = self._sandbox(request)
-        offset, ended = int(request.last_entry_id or 0), False
-        while not ended:
-            ended = sandbox.result is not None
-            data = sandbox.log.read_bytes()[offset:]
-            offset += len(data)
-            if data and request.file_descriptor == api.FILE_DESCRIPTOR_STDERR:
-                yield api.TaskLogsBatch(entry_id=str(offset), items=[_logged(data)])
-            await asyncio.sleep(POLL_SECONDS)
-        yield api.TaskLogsBatch(eof=True)
-
-    async def AppFetchLogs(self, request: Any) -> Any:
-        found = (s for s in self.sandboxes.values() if s.task_id == request.task_id)
-        items = [
-            _logged(line)
-            for sandbox in found
-            for line in sandbox.log.read_bytes().splitlines(keepends=True)[-request.limit :]
-        ]
-        return api.AppFetchLogsResponse(batches=[api.TaskLogsBatch(items=items)])
-
-    async def TaskGetCommandRouterAccess(self, _: Any) -> Any:
-        return api.TaskGetCommandRouterAccessResponse(url=self.plane.router_url, jwt=new_jwt())
-
-
-def _logged(data: bytes) -> api.TaskLogs:
-    return api.TaskLogs(
-        data=data.decode(), file_descriptor=api.FILE_DESCRIPTOR_STDERR, timestamp=time.time()
-    )
-
-
-class Router:
-    """The calls of `TaskCommandRouter`, which a client makes to the machine of a sandbox."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    def authenticate(self, metadata: Any) -> None:
-        if not metadata.get("authorization", "").startswith("Bearer "):
-            raise GRPCError(Status.UNAUTHENTICATED, "no token")
-
-    async def SandboxWaitUntilReady(self, request: Any) -> Any:
-        found = self._control.sandboxes.values()
-        [sandbox] = [one for one in found if one.task_id == request.task_id]
-        probe = list(sandbox.definition.readiness_probe.exec_command.argv)
-        give_up = time.monotonic() + request.timeout
-        while time.monotonic() < give_up:
-            if sandbox.result is not None:
-                raise GRPCError(Status.FAILED_PRECONDITION, "it ended before it was ready")
-            process = await asyncio.create_subprocess_exec(*probe, cwd=sandbox.folder)
-            if await process.wait() == 0:
-                return router.SandboxWaitUntilReadyTcrResponse()
-            await asyncio.sleep(POLL_SECONDS)
-        raise GRPCError(Status.DEADLINE_EXCEEDED, "not ready")
-
 
 class ModalPlane:
     """`with ModalPlane(folder) as plane:` runs in a thread; `plane.environment` leads a client to
@@ -364,7 +124,9 @@ class ModalPlane:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        folder.mkdir()
         self.token = ("ak-" + secrets.token_hex(8), "as-" + secrets.token_hex(8))
+        self.proxy_token = ("wk-" + secrets.token_hex(8), "ws-" + secrets.token_hex(8))
         self.capacity = True
         self.calls: Counter[str] = Counter()
         self.faults: dict[str, list[GRPCError]] = {}
@@ -382,6 +144,20 @@ class ModalPlane:
     @property
     def running(self) -> list[Sandbox]:
         return [one for one in self.control.sandboxes.values() if one.result is None]
+
+    @property
+    def servers(self) -> list[Deployed]:
+        return list(self.control.servers.values())
+
+    def commands(self, sandbox: Sandbox) -> list[str]:
+        """Those that its image is built with, from the base up."""
+        found: list[str] = []
+        ids = [sandbox.definition.image_id]
+        for id_ in ids:
+            image = self.control.images[id_]
+            found[:0] = image.dockerfile_commands
+            ids += [base.image_id for base in image.base_images]
+        return found
 
     def lose(self, name: str) -> None:
         """What a preempted or broken worker looks like."""
@@ -419,12 +195,16 @@ class ModalPlane:
             "MODAL_SERVER_URL": url,
             "MODAL_TOKEN_ID": self.token[0],
             "MODAL_TOKEN_SECRET": self.token[1],
+            "MODAL_PROXY_TOKEN_ID": self.proxy_token[0],
+            "MODAL_PROXY_TOKEN_SECRET": self.proxy_token[1],
             "SSL_CERT_FILE": str(certificate),
         }
 
     async def _close(self) -> None:
         for sandbox in self.running:
             await self.control.end(sandbox, Result(status=Result.GENERIC_STATUS_TERMINATED))
+        for deployed in self.servers:
+            await self.control.close(deployed)
         for server in self._servers:
             server.close()
             await server.wait_closed()
@@ -462,3 +242,17 @@ class ModalPlane:
                 await stream.send_message(await answer or Empty())
 
         return handle
+
+
+@contextlib.contextmanager
+def modal_plane(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
+    """A plane that this process, and those it starts, take for Modal."""
+    import modal
+
+    with ModalPlane(folder / "modal") as plane:
+        for key, value in plane.environment.items():
+            monkeypatch.setenv(key, value)
+        try:
+            yield plane
+        finally:
+            modal.Client.from_env().close()  # else the next test's client would be this one

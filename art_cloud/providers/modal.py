@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from typing import Any
 
 import modal
 from modal.exception import (
     AlreadyExistsError,
     AuthError,
+    ExecutionError,
     ImageBuildError,
     InvalidError,
     ResourceExhaustedError,
@@ -29,10 +31,10 @@ from modal.exception import Error as ModalError
 from modal.exception import NotFoundError as ModalNotFoundError
 from pydantic import Field, ValidationError
 
-from .._version import __version__
 from ..config import Frozen
 from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ..http import complaint
+from ..wheel import source
 from . import ClusterSpec, Endpoint, Instance, Offer
 
 APP = "art-cloud"
@@ -41,11 +43,17 @@ CREATED = "art-cloud-created"
 PORT = 8321
 STATE = "art-server"
 """Folder of the server's state, in the sandbox."""
+PYTHON, EXTRAS = "3.12", "server,vllm"
+"""Of the image."""
 CACHE = "/cache"
 """Where the volume for weights from the Hugging Face hub is mounted."""
 LONGEST_SECONDS = 24 * 3600
 """A sandbox ends then at the latest; the next one goes on from the store."""
 READY_SECONDS = 1200
+ENDING_SECONDS = 70.0
+"""How long a server may take to finish or abandon its step before its sandbox is ended."""
+STOP = f"import json,os; os.kill(json.load(open('{STATE}/endpoint.json'))['pid'], 15)"
+"""Asks the server to end, from within its sandbox."""
 POLL_SECONDS = 0.2
 LOG_LINES = 15
 
@@ -70,7 +78,8 @@ class Options(Frozen):
     gpu: str
     """A name of Modal's, with ":2" for two of them."""
     image: str | None = None
-    """A registry's image that has `art-server`; None: Modal builds one of this version, once."""
+    """A registry's image that has `art-server`, best by digest ("ghcr.io/me/art@sha256:..."); None:
+    Modal builds one of this version, once."""
     region: str | None = None
     cpu: float | None = Field(default=None, gt=0)
     memory: int | None = Field(default=None, gt=0)
@@ -112,7 +121,7 @@ class ModalProvider:
                     app=app,
                     name=name,
                     tags={TAG: name, CREATED: datetime.now(UTC).isoformat()},
-                    image=_image(options),
+                    image=await _image(options),
                     secrets=[modal.Secret.from_dict(dict(environment))],
                     volumes={CACHE: cache},
                     gpu=options.gpu,
@@ -127,9 +136,9 @@ class ModalProvider:
                 return
 
     async def endpoint(self, name: str) -> Endpoint:
-        sandbox = await _find(name)
+        sandbox = await _find(name) or await _latest(name)
         if sandbox is None:
-            raise LaunchError(f"The sandbox {name} ended before its server listened.{_where(name)}")
+            raise LaunchError(f"The server of {name} ended, and nothing is left of it.")
         with _errors(f"reach {name}"):
             ready = asyncio.ensure_future(sandbox.wait_until_ready.aio(timeout=READY_SECONDS))
             ended = asyncio.ensure_future(sandbox.wait.aio(raise_on_termination=False))
@@ -159,16 +168,17 @@ class ModalProvider:
         with _errors(f"end {name}"):
             async for sandbox, tags in _sandboxes():
                 if tags[TAG] == name:
-                    await sandbox.terminate.aio(wait=True)
+                    await _stop(sandbox)
             while await _find(name) is not None:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
-        sandbox = await _find(name)
+        running = await _find(name)
+        sandbox = running or await _latest(name)
         if sandbox is None:
-            raise NotFoundError(f"No sandbox {name} runs on Modal.{_where(name)}")
+            raise NotFoundError(f"Modal knows of no sandbox {name}.")
         with _errors(f"read the log of {name}"):
-            if follow:
+            if follow and running:
                 async for line in sandbox.stderr:
                     yield str(line).rstrip("\n")
             else:
@@ -186,12 +196,16 @@ def _options(spec: ClusterSpec) -> Options:
         ) from error
 
 
-def _image(options: Options) -> modal.Image:
+async def _image(options: Options) -> modal.Image:
     if options.image is not None:
         return modal.Image.from_registry(options.image)
-    return modal.Image.debian_slim(python_version="3.12").uv_pip_install(
-        f"art-cloud[server,vllm]=={__version__}"
-    )
+    image = modal.Image.debian_slim(python_version=PYTHON)
+    this = await asyncio.to_thread(source)
+    if this.wheel is None:
+        return image.uv_pip_install(this.requirement(EXTRAS))
+    there = f"/wheels/{this.wheel.name}"
+    image = image.add_local_file(this.wheel, there, copy=True)
+    return image.uv_pip_install(this.requirement(EXTRAS, there))
 
 
 async def _sandboxes() -> AsyncIterator[tuple[modal.Sandbox, dict[str, str]]]:
@@ -216,21 +230,54 @@ async def _find(name: str) -> modal.Sandbox | None:
         return sandbox if await sandbox.poll.aio() is None else None
 
 
+async def _latest(name: str) -> modal.Sandbox | None:
+    """The newest sandbox of this name, also one that ended: `modal.Sandbox.list` has none."""
+    from modal._utils.async_utils import synchronizer
+    from modal.sandbox._impl_v2 import SandboxImplV2
+    from modal_proto.api_pb2 import SandboxListRequest, SandboxTag
+
+    @synchronizer.create_blocking
+    async def list_page(client: Any, request: SandboxListRequest) -> Any:
+        return await SandboxImplV2.list_page(client, request)
+
+    with _errors(f"look for {name}"):
+        try:
+            app = await modal.App.lookup.aio(APP)
+        except ModalNotFoundError:
+            return None
+        request = SandboxListRequest(
+            app_id=app.app_id or "",
+            include_finished=True,
+            tags=[SandboxTag(tag_name=TAG, tag_value=name)],
+        )
+        found = (await list_page.aio(await modal.Client.from_env.aio(), request)).sandboxes
+        return await modal.Sandbox.from_id.aio(found[0].id) if found else None
+
+
+async def _stop(sandbox: modal.Sandbox) -> None:
+    """Let the server come to its end; then end the sandbox, whatever it does."""
+    with suppress(ModalError, TimeoutError):
+        stopping = await sandbox.exec.aio("python3", "-c", STOP)
+        if await stopping.wait.aio() == 0:
+            async with asyncio.timeout(ENDING_SECONDS):
+                await sandbox.wait.aio(raise_on_termination=False)
+    await sandbox.terminate.aio(wait=True)
+
+
 async def _tail(sandbox: modal.Sandbox, lines: int) -> list[str]:
-    text = "".join([entry.message async for entry in sandbox.logs.tail.aio(lines)])
+    try:
+        text = "".join([entry.message async for entry in sandbox.logs.tail.aio(lines)])
+    except ExecutionError:  # it never ran
+        return []
     return text.splitlines()[-lines:]
 
 
 async def _last_words(sandbox: modal.Sandbox, name: str) -> str:
     lines = "\n".join(f"  {line}" for line in await _tail(sandbox, LOG_LINES)) or "  (nothing)"
     return (
-        f"The server of {name} ended with exit code {sandbox.returncode}. Its last lines:\n"
-        f"{lines}\nMend what they name, then start it again."
+        f"The server of {name} ended with exit code {sandbox.returncode}. The last lines of "
+        f"what it wrote:\n{lines}\nMend what they name, then start it again."
     )
-
-
-def _where(name: str) -> str:
-    return f" Logs of those that ended: https://modal.com/apps, app {APP!r}, sandbox {name!r}."
 
 
 @contextmanager

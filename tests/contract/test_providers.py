@@ -1,4 +1,5 @@
-"""What every provider promises, tried with real servers: on this machine, and over a real sshd."""
+"""What every provider promises, tried with real servers: on this machine, over a real sshd, and
+through the real client of Modal with a control plane on loopback."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from art_cloud.errors import ConfigError, LaunchError, NotFoundError
 from art_cloud.providers import ClusterSpec, Instance, Provider, get_provider
 from art_cloud.registry import Registry
 
+from ..modal_plane import ModalPlane, modal_plane
 from ..sshd import Sshd, needs_sshd
 
 SECRETS = {"token": "the-token-of-a-test", "key": "a-key-of-the-store"}
@@ -32,6 +34,9 @@ class Cloud:
         self.clusters = clusters
         """Where servers keep their state."""
         self.options = options
+
+    url = "http://127.0.0.1:"
+    """What the addresses of its servers begin with."""
 
     @property
     def provider(self) -> Provider:
@@ -70,7 +75,22 @@ class Cloud:
         shutil.rmtree(self.clusters / name)
 
 
-@pytest.fixture(params=["local", pytest.param("ssh", marks=needs_sshd)])
+class ModalCloud(Cloud):
+    url = "https://127.0.0.2:"
+
+    def __init__(self, plane: ModalPlane) -> None:
+        super().__init__("modal", plane.folder / "sandboxes", {"gpu": "H100"})
+        self._plane = plane
+
+    def processes(self) -> list[psutil.Process]:
+        started = (one.process for one in self._plane.running if one.process)
+        return [psutil.Process(process.pid) for process in started]
+
+    def lose(self, name: str) -> None:
+        self._plane.lose(name)
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=needs_sshd), "modal"])
 def cloud(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cloud]:
@@ -81,6 +101,8 @@ def cloud(
     with ExitStack() as stack:
         if request.param == "local":
             cloud = Cloud("local", home / "clusters", {})
+        elif request.param == "modal":
+            cloud = ModalCloud(stack.enter_context(modal_plane(tmp_path, monkeypatch)))
         else:
             sshd = stack.enter_context(Sshd(tmp_path / "sshd", f"SetEnv HOME={box}"))
             options = {"host": sshd.host, "ssh_config": str(sshd.config), "python": sys.executable}
@@ -111,7 +133,7 @@ async def test_from_launch_to_terminate(cloud: Cloud) -> None:
     first = await only(cloud)
     assert (first.name, first.provider) == ("one", cloud.name)
     assert first.state in ("starting", "running")
-    assert (await cloud.provider.endpoint("one")).url.startswith("http://127.0.0.1:")
+    assert (await cloud.provider.endpoint("one")).url.startswith(cloud.url)
     await cloud.provider.launch(spec, "one")
     again = await only(cloud)
     assert (again.state, again.detail) == ("running", first.detail)

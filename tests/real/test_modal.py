@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,27 +14,18 @@ import art_cloud as art
 from art_cloud import fleet
 from art_cloud.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
+from art_cloud.wheel import source
 
-from ..modal_plane import ModalPlane
+from ..modal_plane import ModalPlane, modal_plane
 
 NAME = "agent"
 
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
-    from art_cloud.providers import modal as provider
-
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(provider, "PORT", free.getsockname()[1])
-    sandboxes = tmp_path / "sandboxes"
-    sandboxes.mkdir()
-    with ModalPlane(sandboxes) as plane:
-        for key, value in plane.environment.items():
-            monkeypatch.setenv(key, value)
+    with modal_plane(tmp_path, monkeypatch) as plane:
         yield plane
-        modal.Client.from_env().close()  # else the next test's client would be this one
         assert plane.running == []
 
 
@@ -118,6 +108,23 @@ async def test_offers() -> None:
         await provider.offers(ClusterSpec(provider="modal", store="s3://bucket"))
 
 
+async def test_the_image_has_this_version(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    await provider.launch(spec(), NAME)
+    [sandbox] = plane.running
+    this = source()
+    assert this.wheel is not None  # of this checkout
+    assert any(f"/wheels/{this.wheel.name}" in line for line in plane.commands(sandbox))
+    assert this.wheel.read_bytes() in plane.control.files.values()
+    await provider.terminate(NAME)
+
+    digest = f"registry.test/art@sha256:{64 * '0'}"
+    await provider.launch(spec(image=digest), NAME)
+    [sandbox] = plane.running
+    assert any(digest in line for line in plane.commands(sandbox))
+    await provider.terminate(NAME)
+
+
 async def test_errors(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     provider = get_provider("modal")
     with pytest.raises(ConfigError, match="not-there"):
@@ -130,7 +137,7 @@ async def test_errors(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> Non
     plane.capacity = True
     assert await provider.list() == []
 
-    with pytest.raises(LaunchError, match="ended before its server listened"):
+    with pytest.raises(LaunchError, match="The server of agent ended"):
         await provider.endpoint(NAME)
 
 

@@ -1,0 +1,58 @@
+"""`kill -9` of `art-cloud up modal`: what was started is found and ended, and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from art_cloud import fleet
+from art_cloud.registry import Registry
+
+from ..modal_plane import ModalPlane, modal_plane
+from .test_launch_killed import NAME, Walk, down, home, index, spread, sweep_all
+
+__all__ = ["home"]
+
+STARTING, ENDING = 9, 4
+"""Kill points at most: until the sandbox is there, and while a launch that failed is cleared up."""
+
+
+@pytest.fixture
+def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
+    with modal_plane(tmp_path, monkeypatch) as plane:
+        yield plane
+
+
+async def test_up_killed(
+    home: Path,
+    plane: ModalPlane,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    store = (tmp_path / "store").as_uri()
+    starts = ("up", "modal", "--name", NAME, "-o", "gpu=H100", "--store", store)
+    walk = Walk(home, (*starts, "--engine", "none"), plane.environment)
+    places = walk.places(code=1)
+    waits, clears = (
+        index(places, "modal.py:ModalProvider.endpoint"),
+        index(places, "cluster.py:_end_ours"),
+    )
+    ends = Walk(home, walk.arguments, plane.environment)
+    begins = Walk(home, starts, plane.environment)
+    points = [(begins, point) for point in spread(places[: waits + 1], STARTING)]
+    points += [(ends, point) for point in spread(places[clears:], ENDING)]
+    left = 0
+    for number, (one, point) in enumerate(points):
+        one.run(point)
+        shown = {found.name for found in await fleet.status() if found.state != "stopped"}
+        assert shown >= {sandbox.definition.name for sandbox in plane.running}
+        await (sweep_all() if number % 2 else down())
+        assert Registry().list() == []
+        assert await fleet.status() == []
+        left += len(plane.running)
+    assert begins.killed + ends.killed > len(points) // 2
+    record_property("kill points tried (up, down)", begins.killed + ends.killed)
+    record_property("orphans found afterwards", left)
+    assert left == 0
