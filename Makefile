@@ -14,8 +14,9 @@ WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
 export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
+WITH_SKYPILOT := $(if $(filter True,$(HAS_VLLM)),.venv-skypilot)
 
-.PHONY: help demo test check format bench clean .venv-vllm .venv-swift
+.PHONY: help demo test check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -49,10 +50,19 @@ $(BIN)/uv:
 		$(BIN)/uv pip install --quiet --no-deps --python .venv-swift/bin/python -r tests/swift.lock.txt
 	@touch $@
 
+.venv-skypilot: .venv-skypilot/done  ## SkyPilot with Slurm, likewise
+
+.venv-skypilot/done: tests/skypilot.lock.txt | $(BIN)/uv
+	@echo "Installing SkyPilot into .venv-skypilot ..."
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-skypilot
+	@UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
+		$(BIN)/uv pip install --quiet --no-deps --python .venv-skypilot/bin/python -r tests/skypilot.lock.txt
+	@touch $@
+
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
-test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
+test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
 	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 check: .venv/dev  ## lint and type-check
@@ -69,4 +79,4 @@ bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm) $(if $(filter
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-vllm .venv-swift .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-swift .venv-skypilot .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ import shutil
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,7 +81,7 @@ async def lines(name: str, /, **arguments: Any) -> AsyncIterator[str]:
                 yield message["log"]
 
 
-async def _messages(name: str, arguments: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _messages(name: str, arguments: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The lines that the bridge answers; the last one has the result."""
     request = json.dumps({"call": name, **arguments}).encode()
     async with _bridge() as (process, said):

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +256,7 @@ def answer(**message: Any) -> None:
     print(json.dumps(message), file=OUT, flush=True)
 
 
-CALLS = {
+CALLS: dict[str, Callable[..., Any]] = {
     "offers": offers,
     "launch": launch,
     "endpoint": endpoint,
