@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 30.0
 """Far below the shortest lease or idle limit that makes sense."""
 LAST_WORDS_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+WAKING_SECONDS = 1200.0
+"""How long a server that scales to zero may take to answer: a machine, weights, an engine."""
 CHECK_SECONDS = 3.0
 """How often it is asked whether a server that does not answer still exists."""
 
@@ -46,8 +49,11 @@ class AttachedBackend(Backend):
         record: ClusterRecord | None = None,
         replace: Replace | None = None,
     ) -> None:
-        super().__init__(endpoint.url, token)
+        patience = WAKING_SECONDS if endpoint.sleeps else PATIENCE_SECONDS
+        super().__init__(endpoint.url, token, patience=patience, headers=endpoint.plain_headers)
         self._endpoint = endpoint
+        self._seen: datetime | None = None
+        """When the server started that has the models of this program, if it is one that sleeps."""
         self._replace = replace
         self._replacing = asyncio.Lock()
         self._replaced = 0
@@ -62,8 +68,22 @@ class AttachedBackend(Backend):
     async def __aenter__(self) -> AttachedBackend:
         await self._take(self._endpoint)
         await super().__aenter__()
-        self._pinging = asyncio.create_task(self._ping())
+        if self._endpoint.sleeps:
+            self._seen = (await self.info()).started_at
+        else:
+            self._pinging = asyncio.create_task(self._ping())
         return self
+
+    async def back(self) -> str:
+        """Wait until the server answers, with the models of this program if it was asleep."""
+        url = await super().back()
+        if self._endpoint.sleeps:
+            async with self._replacing:
+                started_at = (await self.info()).started_at
+                if started_at != self._seen:
+                    await self._calls.go_on_at(self._server)
+                    self._seen = started_at
+        return url
 
     async def close(self) -> None:
         if self._pinging is not None:
@@ -96,7 +116,7 @@ class AttachedBackend(Backend):
 
     async def _renew(self) -> None:
         """Renew the lease, say what the server warns of, and note what it has done until now."""
-        server = ServerClient(self.url, self._token, patience=0)
+        server = ServerClient(self.url, self._token, patience=0, headers=self._headers)
         try:
             info = parse(ServerInfo, await server.call("POST", "lease"))
             for message in info.warnings:
@@ -144,7 +164,8 @@ class AttachedBackend(Backend):
             return True
 
     async def _go_on_at(self, endpoint: Endpoint) -> None:
-        async with reached(endpoint) as url, Backend(url, self._token) as there:
+        headers = endpoint.plain_headers
+        async with reached(endpoint) as url, Backend(url, self._token, headers=headers) as there:
             await self._calls.go_on_at(there._server)
         await self._take(endpoint)
         say(f"Going on at {self.url}, from the newest step in the store.")

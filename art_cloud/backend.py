@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -55,7 +55,8 @@ class Backend:
 
     `async with` checks that the server is there and speaks this version, and closes the connections
     at the end. While the server can't be reached, calls are tried again for `patience` seconds;
-    training calls carry an id, so that one that is sent twice counts once.
+    training calls carry an id, so that one that is sent twice counts once. `headers` are sent with
+    every request, for a proxy before the server.
 
     Raises, from every call:
         AuthError: the token is wrong.
@@ -69,9 +70,13 @@ class Backend:
         token: str,
         *,
         patience: float = 60.0,
+        headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._server = ServerClient(url, token, patience=patience, transport=transport)
+        self._headers = dict(headers or {})
+        self._server = ServerClient(
+            url, token, patience=patience, headers=self._headers, transport=transport
+        )
         self._calls = Calls(self._server)
         self._token = token
         self._models: list[TrainableModel[Any]] = []
@@ -138,7 +143,7 @@ class Backend:
             model.attach(self)
             return await self._track(model, trackers, server)
         await self.prepare(model)
-        model.attach(self, base_url=f"{self.url}/v1", api_key=self._token)
+        model.attach(self, f"{self.url}/v1", self._token, self._headers)
         if not any(known is model for known in self._models):
             self._models.append(model)
         await self._track(model, trackers, server)

@@ -8,13 +8,13 @@ async with art.connect(url, token) as backend:      # somebody else's server
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from . import fleet
 from .attached import AttachedBackend, Replace
@@ -227,9 +227,18 @@ class Up:
 
 
 def connect(
-    url: str | None = None, token: str | None = None, *, name: str | None = None
+    url: str | None = None,
+    token: str | None = None,
+    *,
+    name: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    sleeps: bool = False,
 ) -> Connect:
     """Connect to a server that someone else runs, or to a recorded cluster by its `name`.
+
+    Args:
+        headers: What a proxy before the server at `url` asks for in every request.
+        sleeps: It scales to zero: wait while it wakes, and don't keep it awake.
 
     Returns:
         An object for `async with` or `await`; both give a `Backend`. Nothing is started or ended.
@@ -240,14 +249,20 @@ def connect(
     """
     if (name is None) == (url is None or token is None):
         raise ConfigError("connect() takes the url and token of a server, or a cluster's name=.")
-    return Connect(url, token, name)
+    if name is not None:
+        return Connect(name)
+    assert url is not None
+    assert token is not None
+    secrets = {key: SecretStr(value) for key, value in (headers or {}).items()}
+    return Connect((Endpoint(url=url, headers=secrets, sleeps=sleeps), token))
 
 
 class Connect:
     """A connection on its way: enter it with `async with`, or `await` it."""
 
-    def __init__(self, url: str | None, token: str | None, name: str | None) -> None:
-        self._url, self._token, self._name = url, token, name
+    def __init__(self, to: str | tuple[Endpoint, str]) -> None:
+        self._to = to
+        """A cluster's name, or where a server is and its token."""
         self._backend: Backend | None = None
 
     def __await__(self) -> Generator[Any, None, Backend]:
@@ -261,10 +276,10 @@ class Connect:
             await self._backend.close()
 
     async def _open(self) -> Backend:
-        if self._name is not None:
-            self._backend = await _connect_by_name(self._name)
+        if isinstance(self._to, str):
+            self._backend = await _connect_by_name(self._to)
         else:
-            self._backend = await _handshake(Endpoint(url=str(self._url)), str(self._token))
+            self._backend = await _handshake(*self._to)
         return self._backend
 
 

@@ -67,7 +67,11 @@ async def server_info(record: ClusterRecord) -> ServerInfo:
     async with asyncio.timeout(STATUS_SECONDS):
         endpoint = await get_provider(record.spec.provider).endpoint(record.name)
         token = record.spec.token.get_secret_value()
-        async with reached(endpoint) as url, Backend(url, token, patience=0) as backend:
+        headers = endpoint.plain_headers
+        async with (
+            reached(endpoint) as url,
+            Backend(url, token, patience=0, headers=headers) as backend,
+        ):
             return await backend.info()
 
 
@@ -94,7 +98,8 @@ async def connection(name: str) -> AsyncIterator[ServerClient]:
         raise unknown(name)
     endpoint = await get_provider(record.spec.provider).endpoint(name)
     async with reached(endpoint) as url:
-        server = ServerClient(url, record.spec.token.get_secret_value(), patience=0)
+        token = record.spec.token.get_secret_value()
+        server = ServerClient(url, token, patience=0, headers=endpoint.plain_headers)
         try:
             yield server
         finally:
@@ -134,7 +139,9 @@ async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
     raise unknown(name)
 
 
-ClusterState = Literal["starting", "running", "ending", "stopped", "unreachable", "unknown"]
+ClusterState = Literal[
+    "starting", "running", "ending", "asleep", "stopped", "unreachable", "unknown"
+]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import httpx
@@ -85,13 +85,14 @@ class ServerClient:
         token: str,
         *,
         patience: float,
+        headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         recover: Recover | None = None,
     ) -> None:
         self.patience = patience
         self.recover = recover
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {token}", VERSION: __version__},
+            headers={**(headers or {}), "Authorization": f"Bearer {token}", VERSION: __version__},
             timeout=TIMEOUT,
             transport=transport,
             trust_env=not is_loopback(url),
@@ -211,6 +212,11 @@ def failure_of(response: httpx.Response) -> ArtCloudError | None:
     """The error that `response` (read already) stands for, if it is one."""
     if response.is_success:
         return None
+    if response.status_code == AuthError.status and VERSION not in response.headers:
+        return AuthError(
+            f"{response.url.host} did not let this through to an art-server. Modal's proxy asks for "
+            "a proxy token of your workspace (docs/modal.md), others for headers= of their own."
+        )
     if response.status_code == AuthError.status:
         return AuthError(
             "The server refused the token. Use the one of this cluster: art.connect(url, token)."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -48,6 +48,7 @@ class Model(BaseModel, Generic[ConfigT]):
     WANDB_API_KEY is set."""
     _backend: Backend | None = PrivateAttr(None)
     _client: AsyncOpenAI | None = PrivateAttr(None)
+    _headers: Mapping[str, str] | None = PrivateAttr(None)
 
     @property
     def trainable(self) -> bool:
@@ -79,13 +80,18 @@ class Model(BaseModel, Generic[ConfigT]):
         await backend.register(self)
 
     def attach(
-        self, backend: Backend, base_url: str | None = None, api_key: str | None = None
+        self,
+        backend: Backend,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Remember the backend, and the endpoint where it serves this model, if it does."""
         self._backend = backend
         if base_url is not None:
             self.inference_model_name = self.get_inference_name()
             self.inference_base_url, self.inference_api_key = base_url, api_key
+            self._headers = headers
             self._client = None
 
     async def close(self) -> None:
@@ -150,6 +156,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return openai.AsyncOpenAI(
             base_url=self.inference_base_url,
             api_key=self.inference_api_key,
+            default_headers=self._headers,
             max_retries=RETRIES,
             timeout=REQUEST_SECONDS,
             http_client=http_client(

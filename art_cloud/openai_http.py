@@ -12,12 +12,16 @@ from typing import Any
 
 import openai
 
+from .http import GATEWAY_STATUSES
+from .protocol import VERSION
 from .relay import REFUSED
 
 _httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]]
 """The httpx that openai is built on."""
 
 BROKEN = (_httpx.NetworkError, _httpx.RemoteProtocolError, _httpx.ConnectTimeout)
+NOT_FOUND = 404
+"""What a server says that was started anew, and has not been told of the model yet."""
 REPEATS = 5
 """How often one request is sent again: a request that ends its server should not end ten."""
 
@@ -50,7 +54,8 @@ class Patient(openai.DefaultAsyncHttpxClient):
                 if repeat == REPEATS:
                     raise
             else:
-                if REFUSED not in response.headers or repeat == REPEATS:
+                forgotten = response.status_code == NOT_FOUND and repeat == 0
+                if repeat == REPEATS or not (_undelivered(response) or forgotten):
                     if options.get("stream"):
                         response.stream = _Stream(response.stream, request)
                     return response
@@ -59,6 +64,12 @@ class Patient(openai.DefaultAsyncHttpxClient):
             request.url = request.url.copy_with(host=now.host, port=now.port)
             request.headers["Host"] = now.netloc.decode()
         raise AssertionError
+
+
+def _undelivered(response: Any) -> bool:
+    """Whether a tunnel or a proxy answered in the server's place."""
+    proxied = response.status_code in GATEWAY_STATUSES and VERSION not in response.headers
+    return REFUSED in response.headers or proxied
 
 
 class _Stream(_httpx.AsyncByteStream):  # type: ignore[misc]

@@ -70,6 +70,8 @@ async def _judge(
     elif instance is None:
         what = "nothing runs, only its record is left"
         kept = f"{provider} can't say whether it runs" if provider in failures else None
+    elif instance.state == "asleep":
+        kept = "it costs nothing until somebody wakes it"
     elif instance.state == "running":
         kept = await _answer(record, instance)
         what += "" if kept else ", does not answer"
@@ -87,7 +89,8 @@ async def _answer(record: ClusterRecord | None, instance: Instance) -> str | Non
         async with asyncio.timeout(ANSWER_SECONDS):
             endpoint = await get_provider(instance.provider).endpoint(instance.name)
             async with reached(endpoint) as url:
-                server = ServerClient(url, "unknown", patience=0)
+                headers = endpoint.plain_headers
+                server = ServerClient(url, "unknown", patience=0, headers=headers)
                 try:
                     await server.call("GET", "server")
                 finally:

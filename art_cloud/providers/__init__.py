@@ -128,6 +128,15 @@ class Endpoint(Frozen):
     url: str
     ssh: SSHRoute | None = None
     """Where `url` is an address of another machine: the way there."""
+    headers: dict[str, SecretStr] = Field(default={}, repr=False)
+    """What a proxy before the server asks for in every request."""
+    sleeps: bool = False
+    """Whether the server scales to zero: a request wakes it, so nobody asks without need, and
+    whoever does waits."""
+
+    @property
+    def plain_headers(self) -> dict[str, str]:
+        return {name: value.get_secret_value() for name, value in self.headers.items()}
 
 
 class Instance(Frozen):
@@ -135,7 +144,8 @@ class Instance(Frozen):
 
     name: str
     provider: str
-    state: Literal["starting", "running", "ending"]
+    state: Literal["starting", "running", "ending", "asleep"]
+    """`asleep`: it costs nothing until somebody asks something of it."""
     started_at: datetime
     detail: str
     """What a person would look for: a process id, a machine's address."""
