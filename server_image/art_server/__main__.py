@@ -52,7 +52,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
                         "the first model that is registered decides")  # fmt: skip
     parser.add_argument("--name", default="server", help="of this cluster")
-    parser.add_argument("--host", choices=["127.0.0.1", "0.0.0.0"], default="127.0.0.1",
+    parser.add_argument("--host", choices=["127.0.0.1", "0.0.0.0"],  # noqa: S104
+                        default="127.0.0.1",
                         help="0.0.0.0 only in a container whose ports are not open")  # fmt: skip
     parser.add_argument("--port", type=_port, default=0, help="0: any free one")
     parser.add_argument("--store", help="URL or folder where steps are kept")
