@@ -48,6 +48,8 @@ def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ART_CLOUD_TOKEN", token)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     endpoint = tmp_path / "state" / "endpoint.json"
     command = [sys.executable, "-m", "art_server", "--model", str(tiny_model)]
@@ -121,6 +123,7 @@ async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGrou
         "docs/recording.md",
         "docs/pipeline.md",
         "docs/money.md",
+        "docs/observability.md",
     ],
 )
 async def test_every_snippet_of_a_page_runs(page: str, server: Server, tiny_model: Path) -> None:

@@ -25,6 +25,7 @@ from art_cloud.protocol import (
     SFTRequest,
     TrainGroup,
 )
+from art_cloud.trackers import GROUPS
 from art_cloud.wire import TrainBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,16 @@ async def test_every_metric_of_a_real_step_is_explained(tiny_model: Path, tmp_pa
     finally:
         await runtime.close()
     assert trained | tuned <= listed(section("docs/training.md", "## Read the metrics"))
+
+
+def test_every_metric_has_its_group() -> None:
+    table = section("docs/observability.md", "## What the metrics are called")
+    rows = dict(re.findall(r"^\| `(\w+)/`[^|]*\| (.*) \|$", table, re.MULTILINE))
+    for name, group in GROUPS.items():
+        assert name in listed(rows[group]), name
+    metrics = section("docs/training.md", "## Read the metrics")
+    explained = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", metrics, re.MULTILINE)
+    assert listed(" ".join(explained)) <= GROUPS.keys()
 
 
 def commands(group: typer.core.TyperGroup, before: str = "art-cloud") -> Iterator[str]:
