@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -105,11 +106,33 @@ class SlurmRig:
         assert self._init.poll() is None, self.log.read_text()
         return (self.folder / "ready").exists()
 
-    def processes(self) -> list[psutil.Process]:
-        """Servers of clusters, and what else runs as a job."""
+    def jobs(self) -> list[str]:
+        """The ids of Slurm's jobs, each of them the machine of a cluster."""
+        return self._slurm("squeue", "--noheader", "--format=%A").split()
+
+    def preempt(self) -> None:
+        """The machines are taken away."""
+        self._slurm("scancel", *self.jobs())
+        wait_until(lambda: not self.jobs())
+
+    def _slurm(self, *command: str) -> str:
+        environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        return subprocess.check_output(command, env=environment, text=True)
+
+    def servers(self) -> list[psutil.Process]:
+        """Those of clusters."""
         assert self._init is not None
-        found = psutil.Process(self._init.pid).children(recursive=True)
-        return [process for process in found if "art_server" in " ".join(process.cmdline())]
+        found = []
+        for process in psutil.Process(self._init.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a zombie is none any more
+                if "art_server" in process.cmdline():
+                    found.append(process)
+        return found
+
+    def holds(self, secret: str) -> bool:
+        """Whether a file of the nodes, of SkyPilot or of its user has it in it."""
+        paths = (path for path in self.folder.rglob("*") if path.is_file())
+        return any(secret.encode() in path.read_bytes() for path in paths)
 
     def _write(self) -> None:
         controller, first, second, login = self._ports

@@ -156,10 +156,12 @@ def terminate(name: str) -> None:
     """Cancels a launch that is on its way, and ends the machine; returns when it is gone."""
     for request in launching(name):
         sdk.get(sdk.api_cancel(request))
-    while look(name) is not None:
+    while True:
         try:
             sdk.stream_and_get(sdk.down(PREFIX + name), output_stream=Lines())
         except exceptions.ClusterDoesNotExist:
+            return
+        if look(name) is None:
             return
         time.sleep(POLL_SECONDS)
 
