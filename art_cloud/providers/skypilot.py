@@ -174,22 +174,22 @@ def _task(spec: ClusterSpec, options: Options) -> dict[str, Any]:
 
 def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     """The part of the task that says which server is installed and run."""
-    what = source()
-    extras = "server,vllm" if spec.engine == "vllm" else "server"
-    mounts = {"~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py")}
-    requirement = what.requirement(extras)
-    if what.wheel is not None:
-        requirement = f"art-cloud[{extras}]"
-        mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
-    python = options.python or ("python" if options.image else "")
     envs = {
         "ART_CLOUD_NAME": name,
         "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
-        "ART_CLOUD_REQUIREMENT": requirement,
-        "ART_CLOUD_ENVIRONMENT": what.key,
-        "ART_CLOUD_PYTHON": python,
+        "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
     }
-    return {"envs": envs, "secrets": spec.server_environment(), "mounts": {} if python else mounts}
+    server = {"envs": envs, "secrets": spec.server_environment()}
+    if envs["ART_CLOUD_PYTHON"]:
+        return server
+    what, extras = source(), "server,vllm" if spec.engine == "vllm" else "server"
+    envs["ART_CLOUD_ENVIRONMENT"] = what.key
+    envs["ART_CLOUD_REQUIREMENT"] = what.requirement(extras)
+    mounts = {"~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py")}
+    if what.wheel is not None:
+        envs["ART_CLOUD_REQUIREMENT"] = f"art-cloud[{extras}]"  # server.yaml finds the wheel
+        mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
+    return {**server, "mounts": mounts}
 
 
 async def _route(folder: Path, host: str, config: str) -> SSHRoute:
