@@ -61,12 +61,15 @@ class Options(Frozen):
         """Those of the task, as SkyPilot's YAML has them."""
         places = (self.cloud, self.region, self.zone)
         infra = "/".join(place or "*" for place in places).rstrip("/*")
-        both = {"accelerators": self.gpu, "infra": infra, "image_id": self.image}
-        common = {key: value for key, value in both.items() if value}
-        choices = [dict(choice) for choice in self.any_of]
+        words = {"accelerators": self.gpu, "infra": infra, "image_id": self.image}
+        common = {key: value for key, value in words.items() if value}
+        choices: list[dict[str, Any]] = [dict(choice) for choice in self.any_of]
         if self.spot:
+            both_ways = [{"use_spot": True}, {"use_spot": False}]
             choices = [
-                {"use_spot": spot} | choice for choice in choices or [{}] for spot in (True, False)
+                way | choice
+                for choice in choices or [{}]
+                for way in ([{}] if "use_spot" in choice else both_ways)
             ]
         return common | {"any_of": choices} if choices else common
 
@@ -151,7 +154,8 @@ def _options(spec: ClusterSpec) -> Options:
         raise ConfigError(
             f'up("skypilot", ...): {complaint(error)}. Its options are: {known}.'
         ) from error
-    if not (options.gpu or options.yaml or all("accelerators" in one for one in options.any_of)):
+    in_all = options.any_of and all("accelerators" in choice for choice in options.any_of)
+    if not (options.gpu or options.yaml or in_all):
         raise ConfigError('up("skypilot", ...) needs a gpu="H100", accelerators or a yaml=.')
     return options
 
