@@ -15,6 +15,7 @@ import typer
 from ._version import __version__
 from .cli_checkpoints import checkpoints
 from .cli_clusters import clusters, run
+from .cli_deploy import deploy
 from .cli_store import AsJson
 from .cli_trajectories import trajectories
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(clusters)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(trajectories, name="trajectories")
+app.add_typer(deploy, name="deploy")
 
 
 def _print_version(value: bool) -> None:
