@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -271,13 +272,19 @@ OUT = os.fdopen(os.dup(1), "w")
 """SkyPilot prints to standard output: its place is standard error."""
 
 
+def end_with(parent: int) -> None:
+    """Nobody asks any more once whoever started this is gone."""
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os._exit(1)
+
+
 def main() -> None:
     os.dup2(2, 1)
+    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
     request = json.load(sys.stdin)
     try:
         answer(result=CALLS[request.pop("call")](**request))
-    except BrokenPipeError:  # nobody asks any more
-        os._exit(1)
     except Exception as error:
         message = plain(str(error)).strip()
         answer(error=type(error).__name__, message=message or type(error).__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +74,7 @@ async def test_an_agent_is_trained_and_its_machine_is_lost(
         [found] = await fleet.status()
         assert (found.name, found.provider, found.recorded) == ("one", "skypilot", True)
         assert found.state in ("running", "unreachable")  # it has 5 s to answer
-        assert found.detail == "slurm/artci, sky status art-cloud-one"
+        assert found.detail.startswith("slurm/artci, sky status art-cloud-one")
         log = [line async for line in fleet.logs("one")]
         assert any("art-server" in line and "listens" in line for line in log)
         record = Registry().get("one")
@@ -98,7 +97,7 @@ async def test_an_agent_is_trained_and_its_machine_is_lost(
 async def test_two_nodes_go_when_their_server_has_ended(rig: SlurmRig, tmp_path: Path) -> None:
     """Nobody asks for it: the idle limit ends the server, and SkyPilot takes its machines down."""
     store = (tmp_path / "store").as_uri()
-    backend = await art.up("skypilot", name="two", num_nodes=2, store=store, idle=3, **ASKED)
+    backend = await art.up("skypilot", name="two", num_nodes=2, store=store, idle=40, **ASKED)
     [found] = await get_provider("skypilot").list()
     assert found.detail.startswith("slurm/artci, 2 nodes: ")
     await backend.close()
@@ -115,9 +114,11 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
         *(sys.executable, "-c", "from art_cloud.cli import main; main()", "up", "skypilot"),
         *("--name", "three", "--store", (tmp_path / "store").as_uri(), *options),
     )
-    await until(lambda: bool(rig.jobs()) or process.returncode is not None)
-    process.send_signal(signal.SIGKILL)
-    await process.wait()
+    try:
+        await until(lambda: bool(rig.jobs()) or process.returncode is not None)
+    finally:
+        process.kill()
+        await process.wait()
     await fleet.down("three")
     assert rig.jobs() == []
     assert await fleet.status() == []
