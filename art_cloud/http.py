@@ -214,8 +214,8 @@ def failure_of(response: httpx.Response) -> ArtCloudError | None:
         return None
     if response.status_code == AuthError.status and VERSION not in response.headers:
         return AuthError(
-            f"{response.url.host} did not let this through to an art-server. Modal's proxy asks for "
-            "a proxy token of your workspace (docs/modal.md), others for headers= of their own."
+            f"{response.url.host} let this not through to a server. Modal's proxy asks for a proxy "
+            "token of your workspace (docs/modal.md), others for headers= of their own."
         )
     if response.status_code == AuthError.status:
         return AuthError(
@@ -238,8 +238,12 @@ def _foreign(response: httpx.Response) -> ServerError:
     """An answer that art-server would not give: a proxy's page, or another program's."""
     kind = response.headers.get("content-type", "no content type")
     start = " ".join(response.text.split())[:120]
-    known = ServerUnavailableError if response.status_code in GATEWAY_STATUSES else ServerError
-    return known(
+    if response.status_code in GATEWAY_STATUSES:
+        return ServerUnavailableError(
+            f"{response.url.host}:{response.url.port} answered {response.status_code} with {kind}, "
+            f"{start!r}: a proxy that finds no server behind it"
+        )
+    return ServerError(
         f"{response.url.host}:{response.url.port} answered {response.status_code} with {kind}, "
         f"which is not an art-server's answer: {start!r}. Is there a proxy in between, or another "
         "program at this port?"

@@ -65,6 +65,19 @@ class Deployed:
         return float(settings.scaledown_window or self.function.task_idle_timeout_secs or 60)
 
 
+def ranked(function: api.Function) -> api.FunctionData:
+    """The form in which a client reads a function back."""
+    return api.FunctionData(
+        module_name=function.module_name,
+        function_name=function.function_name,
+        function_type=function.function_type,
+        is_server=function.is_server,
+        http_config=function.http_config,
+        autoscaler_settings=function.autoscaler_settings,
+        ranked_functions=[api.FunctionData.RankedFunction(rank=0, function=function)],
+    )
+
+
 class Apps:
     """The calls of `ModalClient` about mounts, apps and servers, from laptops and containers."""
 
@@ -125,7 +138,10 @@ class Apps:
             await self._listen(server)
         server.function = function
         return api.FunctionCreateResponse(
-            function_id=id_, function=function, handle_metadata=self._handle(id_)
+            function_id=id_,
+            function=function,
+            function_data=ranked(function),
+            handle_metadata=self._handle(id_),
         )
 
     def _handle(self, id_: str) -> api.FunctionHandleMetadata:
@@ -140,11 +156,12 @@ class Apps:
     async def AppPublish(self, request: Any) -> Any:
         self.apps[request.name] = request.app_id
         self.created.setdefault(request.app_id, time.time())
-        volumes = {
-            mount.volume_id
+        needed = {
+            dependency.object_id
             for function in request.function_ids.values()
-            for mount in self.servers[function].function.volume_mounts
+            for dependency in self.servers[function].function.object_dependencies
         }
+        volume = api.VolumeMetadata(version=api.VOLUME_FS_VERSION_V2)
         self.layouts[request.app_id] = api.AppLayout(
             function_ids=request.function_ids,
             objects=[
@@ -154,10 +171,9 @@ class Apps:
                 ),
                 *(
                     api.Object(
-                        object_id=id_,
-                        volume_metadata=api.VolumeMetadata(version=api.VOLUME_FS_VERSION_V2),
+                        object_id=id_, volume_metadata=volume if id_.startswith("vo-") else None
                     )
-                    for id_ in volumes
+                    for id_ in needed
                 ),
             ],
         )
@@ -184,6 +200,13 @@ class Apps:
             lifecycle=api.AppLifecycle(created_at=at, deployed_at=at)
         )
 
+    async def AppHeartbeat(self, _: Any) -> Any:
+        return Empty()
+
+    async def AppClientDisconnect(self, request: Any) -> Any:
+        """An app that was not published goes with its client."""
+        return Empty() if request.app_id in self.created else await self.AppStop(request)
+
     async def AppStop(self, request: Any) -> Any:
         self.apps = {name: id_ for name, id_ in self.apps.items() if id_ != request.app_id}
         for server in self._of(request.app_id):
@@ -198,11 +221,11 @@ class Apps:
         id_ = layout.function_ids.get(request.object_tag) if layout else None
         if id_ is None:
             raise GRPCError(Status.NOT_FOUND, f"No {request.app_name}/{request.object_tag}")
-        return api.FunctionGetResponse(function_id=id_, handle_metadata=self._handle(id_))
-
-    async def SecretDelete(self, request: Any) -> Any:
-        self.environments.pop(request.secret_id)
-        return Empty()
+        return api.FunctionGetResponse(
+            function_id=id_,
+            handle_metadata=self._handle(id_),
+            function=ranked(self.servers[id_].function),
+        )
 
     async def ContainerHello(self, _: Any) -> Any:
         return Empty()
@@ -243,7 +266,7 @@ class Apps:
         if not server.function.http_config.unauthenticated and sent != self.plane.proxy_token:
             return web.Response(status=401, text="modal-http: missing credentials")
         if not server.listens:
-            self.plane.watch(self._start(server))
+            self.plane.watch(self._start_container(server))
             return web.Response(status=503, text="modal-http: no container")
         server.requests += 1
         try:
@@ -276,10 +299,10 @@ class Apps:
             await response.write_eof()
             return response
 
-    async def _start(self, server: Deployed) -> None:
+    async def _start_container(self, server: Deployed) -> None:
+        if server.starting.locked() or server.runs:
+            return
         async with server.starting:
-            if server.runs:
-                return
             server.starts += 1
             task, server.port = new_id("ta"), free_port()
             folder = f"{server.app_id}-{server.starts:03}"
@@ -323,7 +346,7 @@ class Apps:
                     stderr=log,
                     start_new_session=True,
                 )
-            self.plane.watch(self._watch(server, server.process))
+            self.plane.watch(self._watch_container(server, server.process))
             await self._wait_for_port(server)
 
     def _place_code(self, server: Deployed) -> None:
@@ -344,7 +367,7 @@ class Apps:
         if not server.listens:
             await self.scale_down(server)
 
-    async def _watch(self, server: Deployed, process: asyncio.subprocess.Process) -> None:
+    async def _watch_container(self, server: Deployed, process: asyncio.subprocess.Process) -> None:
         while process.returncode is None:
             idle = server.listens and not server.requests
             if idle and time.monotonic() - server.idle_since > server.window:

@@ -98,15 +98,25 @@ class Control(Sandboxes, Apps):
 
     async def SecretGetOrCreate(self, request: Any) -> Any:
         name = request.deployment_name
-        secret = self.secrets.get(name) or new_id("st")
+        known = self.secrets.get(name, "")
+        secret = known if known in self.environments else new_id("st")
         if request.object_creation_type == api.OBJECT_CREATION_TYPE_UNSPECIFIED:
             if secret not in self.environments:
                 raise GRPCError(Status.NOT_FOUND, f"Secret {name!r} not found")
-        else:
+        elif secret not in self.environments:
             self.environments[secret] = dict(request.env_dict)
         if name:
             self.secrets[name] = secret
         return api.SecretGetOrCreateResponse(secret_id=secret)
+
+    async def SecretUpdate(self, request: Any) -> Any:
+        environment = self.environments[request.secret_id]
+        environment |= {update.key: update.value for update in request.updates}
+        return Empty()
+
+    async def SecretDelete(self, request: Any) -> Any:
+        self.environments.pop(request.secret_id)
+        return Empty()
 
     async def VolumeGetOrCreate(self, request: Any) -> Any:
         return api.VolumeGetOrCreateResponse(
@@ -164,6 +174,10 @@ class ModalPlane:
         [sandbox] = [one for one in self.running if one.definition.name == name]
         result = Result(status=Result.GENERIC_STATUS_FAILURE, exitcode=137, exception="lost")
         self._do(self.control.end(sandbox, result))
+
+    def scale_down(self, server: Deployed) -> None:
+        """What a server's container sees of the end of its window, or of a preemption."""
+        self._do(self.control.scale_down(server))
 
     def watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

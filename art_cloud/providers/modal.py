@@ -11,31 +11,21 @@ Source of what Modal does: https://modal.com/docs/guide/sandboxes and .../sandbo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from typing import Any
 
 import modal
-from modal.exception import (
-    AlreadyExistsError,
-    AuthError,
-    ExecutionError,
-    ImageBuildError,
-    InvalidError,
-    ResourceExhaustedError,
-)
-from modal.exception import ConnectionError as ModalConnectionError
+from modal.exception import AlreadyExistsError, ExecutionError
 from modal.exception import Error as ModalError
 from modal.exception import NotFoundError as ModalNotFoundError
-from pydantic import Field, ValidationError
 
-from ..config import Frozen
-from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
-from ..http import complaint
+from ..errors import LaunchError, NotFoundError
 from ..wheel import source
 from . import ClusterSpec, Endpoint, Instance, Offer
+from . import modal_serverless as serverless
+from .modal_options import EXTRAS, PYTHON, Options, errors, options_of
 
 APP = "art-cloud"
 TAG = "art-cloud-cluster"
@@ -43,8 +33,6 @@ CREATED = "art-cloud-created"
 PORT = 8321
 STATE = "art-server"
 """Folder of the server's state, in the sandbox."""
-PYTHON, EXTRAS = "3.12", "server,vllm"
-"""Of the image."""
 CACHE = "/cache"
 """Where the volume for weights from the Hugging Face hub is mounted."""
 LONGEST_SECONDS = 24 * 3600
@@ -57,60 +45,22 @@ STOP = f"import json,os; os.kill(json.load(open('{STATE}/endpoint.json'))['pid']
 POLL_SECONDS = 0.2
 LOG_LINES = 15
 
-PRICES = {
-    "T4": 0.59,
-    "L4": 0.80,
-    "A10": 1.10,
-    "L40S": 1.95,
-    "A100-40GB": 2.10,
-    "A100-80GB": 2.50,
-    "H100": 3.95,
-    "H200": 4.54,
-    "B200": 6.25,
-}
-"""US dollars an hour for one GPU, as https://modal.com/pricing listed them in the middle of 2026.
-CPU and memory are billed beside them, and some regions cost more."""
-
-
-class Options(Frozen):
-    """What `up("modal", ...)` takes beside the common arguments."""
-
-    gpu: str
-    """A name of Modal's, with ":2" for two of them."""
-    image: str | None = None
-    """A registry's image that has `art-server`, best by digest ("ghcr.io/me/art@sha256:..."); None:
-    Modal builds one of this version, once."""
-    region: str | None = None
-    cpu: float | None = Field(default=None, gt=0)
-    memory: int | None = Field(default=None, gt=0)
-    """MiB."""
-
-    @property
-    def price(self) -> float:
-        """US dollars an hour."""
-        name, _, count = self.gpu.partition(":")
-        name = {"A100": "A100-40GB", "A10G": "A10"}.get(name.upper(), name.upper().rstrip("!"))
-        if name not in PRICES or not (count.isdecimal() or not count) or count == "0":
-            near = get_close_matches(name, PRICES, n=3, cutoff=0.3)
-            raise ConfigError(
-                f"Modal has no GPU {self.gpu!r}. "
-                + (f"Did you mean {' or '.join(near)}? " if near else "")
-                + f"It has {', '.join(PRICES)}; gpu='H100:2' asks for two."
-            )
-        return PRICES[name] * int(count or 1)
-
 
 class ModalProvider:
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
-        options = _options(spec)
+        options = options_of(spec)
+        if options.serverless:
+            serverless.proxy_headers()
         region = options.region or "any"
         return [Offer(provider="modal", region=region, price_per_hour=options.price)]
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
-        options = _options(spec)
+        options = options_of(spec)
+        if options.serverless:
+            return await serverless.launch(spec, options, name)
         if await _find(name) is not None:
             return
-        with _errors(f"start {name}"):
+        with errors(f"start {name}"):
             app = await modal.App.lookup.aio(APP, create_if_missing=True)
             cache = modal.Volume.from_name(f"{APP}-cache", create_if_missing=True)
             environment = spec.server_environment() | {"HF_HOME": f"{CACHE}/huggingface"}
@@ -136,10 +86,12 @@ class ModalProvider:
                 return
 
     async def endpoint(self, name: str) -> Endpoint:
+        if (endpoint := await serverless.endpoint(name)) is not None:
+            return endpoint
         sandbox = await _find(name) or await _latest(name)
         if sandbox is None:
             raise LaunchError(f"The server of {name} ended, and nothing is left of it.")
-        with _errors(f"reach {name}"):
+        with errors(f"reach {name}"):
             ready = asyncio.ensure_future(sandbox.wait_until_ready.aio(timeout=READY_SECONDS))
             ended = asyncio.ensure_future(sandbox.wait.aio(raise_on_termination=False))
             try:
@@ -162,38 +114,33 @@ class ModalProvider:
                 detail=sandbox.object_id,
             )
             async for sandbox, tags in _sandboxes()
-        ]
+        ] + await serverless.instances()
 
     async def terminate(self, name: str) -> None:
-        with _errors(f"end {name}"):
+        with errors(f"end {name}"):
             async for sandbox, tags in _sandboxes():
                 if tags[TAG] == name:
                     await _stop(sandbox)
+            await serverless.terminate(name)
             while await _find(name) is not None:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        if await serverless.exists(name):
+            async for line in serverless.logs(name, follow=follow):
+                yield line
+            return
         running = await _find(name)
         sandbox = running or await _latest(name)
         if sandbox is None:
             raise NotFoundError(f"Modal knows of no sandbox {name}.")
-        with _errors(f"read the log of {name}"):
+        with errors(f"read the log of {name}"):
             if follow and running:
                 async for line in sandbox.stderr:
                     yield str(line).rstrip("\n")
             else:
                 for line in await _tail(sandbox, 10_000):
                     yield line
-
-
-def _options(spec: ClusterSpec) -> Options:
-    try:
-        return Options.model_validate(spec.options)
-    except ValidationError as error:
-        known = ", ".join(Options.model_fields)
-        raise ConfigError(
-            f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
-        ) from error
 
 
 async def _image(options: Options) -> modal.Image:
@@ -210,7 +157,7 @@ async def _image(options: Options) -> modal.Image:
 
 async def _sandboxes() -> AsyncIterator[tuple[modal.Sandbox, dict[str, str]]]:
     """All that run, with their tags; `_find` is the quick way to one."""
-    with _errors("list the sandboxes"):
+    with errors("list the sandboxes"):
         try:
             app = await modal.App.lookup.aio(APP)
         except ModalNotFoundError:
@@ -222,7 +169,7 @@ async def _sandboxes() -> AsyncIterator[tuple[modal.Sandbox, dict[str, str]]]:
 
 
 async def _find(name: str) -> modal.Sandbox | None:
-    with _errors(f"look for {name}"):
+    with errors(f"look for {name}"):
         try:
             sandbox = await modal.Sandbox.from_name.aio(APP, name)
         except ModalNotFoundError:
@@ -240,7 +187,7 @@ async def _latest(name: str) -> modal.Sandbox | None:
     async def list_page(client: Any, request: SandboxListRequest) -> Any:
         return await SandboxImplV2.list_page(client, request)
 
-    with _errors(f"look for {name}"):
+    with errors(f"look for {name}"):
         try:
             app = await modal.App.lookup.aio(APP)
         except ModalNotFoundError:
@@ -278,30 +225,3 @@ async def _last_words(sandbox: modal.Sandbox, name: str) -> str:
         f"The server of {name} ended with exit code {sandbox.returncode}. The last lines of "
         f"what it wrote:\n{lines}\nMend what they name, then start it again."
     )
-
-
-@contextmanager
-def _errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except AuthError as error:
-        raise ConfigError(
-            f"Could not {what}: Modal does not take your token ({error}). Run `modal setup`, or "
-            "set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."
-        ) from error
-    except ResourceExhaustedError as error:
-        raise LaunchError(
-            f"Could not {what}: Modal has no such GPU free ({error}). Nothing is left running. Try "
-            "again later, another gpu=, or no region=."
-        ) from error
-    except ImageBuildError as error:
-        raise LaunchError(f"Could not {what}: the image was not built ({error}).") from error
-    except (InvalidError, ModalNotFoundError) as error:
-        raise ConfigError(f"Could not {what}: Modal refuses it ({error}).") from error
-    except ModalConnectionError as error:
-        raise ProviderError(
-            f"Could not {what}: Modal can't be reached ({error}). Whether something runs is not "
-            "known: look again when you are online."
-        ) from error
-    except ModalError as error:
-        raise ProviderError(f"Could not {what}: {type(error).__name__}: {error}") from error

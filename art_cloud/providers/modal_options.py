@@ -1,0 +1,107 @@
+"""What `up("modal", ...)` takes and costs, and what may go wrong at Modal, said in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+from modal.exception import (
+    AuthError,
+    ImageBuildError,
+    InvalidError,
+    ResourceExhaustedError,
+)
+from modal.exception import ConnectionError as ModalConnectionError
+from modal.exception import Error as ModalError
+from modal.exception import NotFoundError as ModalNotFoundError
+from pydantic import Field, ValidationError
+
+from ..config import Frozen
+from ..errors import ConfigError, LaunchError, ProviderError
+from ..http import complaint
+from . import ClusterSpec
+
+PYTHON, EXTRAS = "3.12", "server,vllm"
+"""Of an image that Modal builds."""
+
+PRICES = {
+    "T4": 0.59,
+    "L4": 0.80,
+    "A10": 1.10,
+    "L40S": 1.95,
+    "A100-40GB": 2.10,
+    "A100-80GB": 2.50,
+    "H100": 3.95,
+    "H200": 4.54,
+    "B200": 6.25,
+}
+"""US dollars an hour for one GPU, as https://modal.com/pricing listed them in the middle of 2026.
+CPU and memory are billed beside them, and some regions cost more."""
+
+
+class Options(Frozen):
+    """What `up("modal", ...)` takes beside the common arguments."""
+
+    gpu: str
+    """A name of Modal's, with ":2" for two of them."""
+    image: str | None = None
+    """A registry's image that has `art-server`, best by digest ("ghcr.io/me/art@sha256:..."); None:
+    Modal builds one of this version, once."""
+    region: str | None = None
+    cpu: float | None = Field(default=None, gt=0)
+    memory: int | None = Field(default=None, gt=0)
+    """MiB."""
+    serverless: bool = False
+    """Scale to zero: a request starts the server, and `idle` without any ends it."""
+
+    @property
+    def price(self) -> float:
+        """US dollars an hour."""
+        name, _, count = self.gpu.partition(":")
+        name = {"A100": "A100-40GB", "A10G": "A10"}.get(name.upper(), name.upper().rstrip("!"))
+        if name not in PRICES or not (count.isdecimal() or not count) or count == "0":
+            near = get_close_matches(name, PRICES, n=3, cutoff=0.3)
+            raise ConfigError(
+                f"Modal has no GPU {self.gpu!r}. "
+                + (f"Did you mean {' or '.join(near)}? " if near else "")
+                + f"It has {', '.join(PRICES)}; gpu='H100:2' asks for two."
+            )
+        return PRICES[name] * int(count or 1)
+
+
+def options_of(spec: ClusterSpec) -> Options:
+    try:
+        return Options.model_validate(spec.options)
+    except ValidationError as error:
+        known = ", ".join(Options.model_fields)
+        raise ConfigError(
+            f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
+        ) from error
+
+
+@contextmanager
+def errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AuthError as error:
+        raise ConfigError(
+            f"Could not {what}: Modal does not take your token ({error}). Run `modal setup`, or "
+            "set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET."
+        ) from error
+    except ResourceExhaustedError as error:
+        raise LaunchError(
+            f"Could not {what}: Modal has no such GPU free ({error}). Nothing is left running. Try "
+            "again later, another gpu=, or no region=."
+        ) from error
+    except ImageBuildError as error:
+        raise LaunchError(f"Could not {what}: the image was not built ({error}).") from error
+    except (InvalidError, ModalNotFoundError) as error:
+        raise ConfigError(f"Could not {what}: Modal refuses it ({error}).") from error
+    except ModalConnectionError as error:
+        raise ProviderError(
+            f"Could not {what}: Modal can't be reached ({error}). Whether something runs is not "
+            "known: look again when you are online."
+        ) from error
+    except ModalError as error:
+        raise ProviderError(f"Could not {what}: {type(error).__name__}: {error}") from error

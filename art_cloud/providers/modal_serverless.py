@@ -1,0 +1,155 @@
+"""Modal's servers that scale to zero: each cluster is a deployed app of `launch/modal/app.py`.
+
+The app keeps its address while nothing runs. What is secret lies in a named Secret of Modal's,
+beside the app and under its name, and is replaced on each start: a container gets the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from importlib.resources import as_file, files
+
+import modal
+from modal.exception import NotFoundError as ModalNotFoundError
+from modal.experimental import get_app_lifecycle, list_deployed_apps
+from pydantic import SecretStr
+
+from ..errors import ConfigError, LaunchError
+from ..wheel import source
+from . import ClusterSpec, Endpoint, Instance
+from .modal_options import EXTRAS, PYTHON, Options, errors
+
+PREFIX = "art-serverless-"
+LONGEST_NAME = 63 - len(PREFIX)
+SERVER = "ArtServer"
+LONGEST_WINDOW = 1200.0
+"""Seconds without a request, at most, that Modal lets a container wait."""
+PROXY_TOKEN = ("MODAL_PROXY_TOKEN_ID", "MODAL_PROXY_TOKEN_SECRET")
+LOG_LINES = 15
+POLL_SECONDS = 0.2
+
+
+def proxy_headers() -> dict[str, SecretStr]:
+    """What Modal's proxy asks for before a request reaches, or wakes, a server.
+
+    Raises:
+        ConfigError: there is no proxy token.
+    """
+    sent = [os.environ.get(variable) for variable in PROXY_TOKEN]
+    if not all(sent):
+        raise ConfigError(
+            f"A serverless cluster is reached with a proxy token of your workspace: set "
+            f"{' and '.join(PROXY_TOKEN)}. Make one: modal workspace proxy-tokens create"
+        )
+    return {
+        header: SecretStr(value or "")
+        for header, value in zip(("Modal-Key", "Modal-Secret"), sent, strict=True)
+    }
+
+
+async def launch(spec: ClusterSpec, options: Options, name: str) -> None:
+    """Deploy the app, unless it is there: then only its secrets are renewed."""
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"{name}: a serverless cluster's name has at most {LONGEST_NAME} letters."
+        )
+    with errors(f"deploy {name}"):
+        secrets = dict(spec.server_environment())
+        await modal.Secret.objects.create.aio(PREFIX + name, secrets, allow_existing=True)
+        await modal.Secret.from_name(PREFIX + name).update.aio(secrets)
+        if await exists(name):
+            return
+    await _deploy(await _deployment(spec, options, name), name)
+
+
+async def exists(name: str) -> bool:
+    with errors("list the deployed apps"):
+        return any(app.name == PREFIX + name for app in await list_deployed_apps.aio())
+
+
+async def endpoint(name: str) -> Endpoint | None:
+    """Where the server answers, awake or not; None if there is no such app."""
+    with errors(f"reach {name}"):
+        try:
+            url = await modal.Server.from_name(PREFIX + name, SERVER).get_url.aio()
+        except ModalNotFoundError:
+            return None
+    return Endpoint(url=url, headers=proxy_headers(), sleeps=True) if url else None
+
+
+async def instances() -> list[Instance]:
+    with errors("list the deployed apps"):
+        return [
+            Instance(
+                name=app.name.removeprefix(PREFIX),
+                provider="modal",
+                state="running" if app.containers else "asleep",
+                started_at=(await get_app_lifecycle.aio(app.app_id)).created_at,
+                detail=app.app_id,
+            )
+            for app in await list_deployed_apps.aio()
+            if app.name.startswith(PREFIX)
+        ]
+
+
+async def terminate(name: str) -> None:
+    with errors(f"end {name}"):
+        if await exists(name):
+            await (await modal.App.lookup.aio(PREFIX + name)).stop.aio()
+        await modal.Secret.objects.delete.aio(PREFIX + name, allow_missing=True)
+        while await exists(name):
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def logs(name: str, *, follow: bool) -> AsyncIterator[str]:
+    """Of all containers that the app has had."""
+    with errors(f"read the log of {name}"):
+        app = await modal.App.lookup.aio(PREFIX + name)
+        entries = app.logs.stream.aio() if follow else app.logs.tail.aio(10_000)
+        async for entry in entries:
+            for line in entry.message.splitlines():
+                yield line
+
+
+async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[str, object]:
+    """The `Deployment` of app.py."""
+    this = await asyncio.to_thread(source)
+    there = f"/wheels/{this.wheel.name}" if this.wheel else None
+    return {
+        "name": name,
+        "gpu": options.gpu,
+        "flags": spec.server_arguments(name),
+        "image": options.image,
+        "requirement": this.requirement(EXTRAS, there),
+        "wheel": str(this.wheel) if this.wheel else None,
+        "python": PYTHON,
+        "region": options.region,
+        "cpu": options.cpu,
+        "memory": options.memory,
+        "window": int(min(spec.idle_seconds, LONGEST_WINDOW)),
+    }
+
+
+async def _deploy(deployment: dict[str, object], name: str) -> None:
+    """What `modal deploy launch/modal/app.py` does, by the same program."""
+    with as_file(files("art_cloud") / "launch" / "modal" / "app.py") as path:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "modal", "deploy", str(path)),
+            env=os.environ | {"ART_CLOUD_DEPLOY": json.dumps(deployment)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode:
+        lines = "\n".join(f"  {line}" for line in said.decode().splitlines()[-LOG_LINES:])
+        raise LaunchError(f"Modal did not deploy {name}. It said:\n{lines}")

@@ -1,0 +1,117 @@
+"""Modal's servers that scale to zero: deployed by the real `modal deploy`, run by its real
+container entrypoint, on a control plane on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import art_cloud as art
+from art_cloud import fleet
+from art_cloud.errors import AuthError, ConfigError, LaunchError
+
+from ..modal_plane import ModalPlane, modal_plane
+
+NAME = "agent"
+WINDOW = 4.0
+"""Seconds without a request, after which the plane ends a container."""
+
+
+@pytest.fixture
+def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    with modal_plane(tmp_path, monkeypatch) as plane:
+        yield plane
+        assert plane.servers == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def rollout(model: art.TrainableModel[Any], reward: float) -> art.Trajectory:
+    messages: art.Messages = [{"role": "user", "content": "hello"}]
+    answer = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=messages, max_tokens=4
+    )
+    return art.Trajectory(messages_and_choices=[*messages, answer.choices[0]], reward=reward)
+
+
+async def group(model: art.TrainableModel[Any]) -> list[art.TrajectoryGroup]:
+    return await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(rollout(model, float(number)) for number in range(2))]
+    )
+
+
+async def test_from_zero_to_zero_and_back(
+    plane: ModalPlane, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = art.TrainableModel(name="agent", project="modal", base_model=str(tiny_model))
+    store = (tmp_path / "store").as_uri()
+    async with art.up(
+        "modal", name=NAME, gpu="H100", serverless=True, store=store, idle=WINDOW
+    ) as backend:
+        [server] = plane.servers
+        assert server.function.autoscaler_settings.max_containers == 1
+        await model.register(backend)
+        assert (await backend.train(model, await group(model))).step == 1
+
+        await until(lambda: len(server.codes) == server.starts)
+        starts = server.starts
+        [found] = await fleet.status()
+        assert (found.name, found.state) == (NAME, "asleep")
+        assert server.starts == starts  # to look wakes nobody
+
+        groups = await group(model)
+        assert server.starts == starts + 1
+        assert await model.get_step() == 1
+
+        training = asyncio.create_task(backend.train(model, groups))
+        await until(lambda: server.requests > 0)
+        await asyncio.to_thread(plane.scale_down, server)
+        assert (await training).step == 2
+        assert await model.get_step() == 2
+
+        lines = [line async for line in fleet.logs(NAME)]
+        for word in ("listens on", "stopped"):
+            assert sum(word in line for line in lines) >= starts
+        assert set(server.codes) == {0}
+        assert backend._token not in "\n".join(lines)
+    assert await fleet.status() == []
+    assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
+
+
+async def test_nobody_wakes_it_without_a_proxy_token(plane: ModalPlane, tmp_path: Path) -> None:
+    async def up() -> art.Backend:
+        return await art.up("modal", name=NAME, gpu="H100", serverless=True, store=str(tmp_path))
+
+    with pytest.MonkeyPatch.context() as without:
+        without.delenv("MODAL_PROXY_TOKEN_ID")
+        with pytest.raises(ConfigError, match="proxy-tokens create"):
+            await up()
+    assert plane.calls["FunctionCreate"] == 0
+
+    plane.proxy_token = ("wk-another", "ws-another")
+    with pytest.raises(AuthError, match="a proxy token of your workspace"):
+        await up()
+    assert plane.servers == []
+    assert plane.calls["ContainerHello"] == 0
+
+
+async def test_what_modal_refuses_to_deploy(plane: ModalPlane, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="not-there"):
+        await art.up(
+            "modal", name=NAME, gpu="H100", serverless=True, image="registry.test/not-there:1",
+            store=str(tmp_path),
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match="at most 48 letters"):
+        await art.up(
+            "modal", name=60 * "n", gpu="H100", serverless=True, store=str(tmp_path)
+        )  # fmt: skip
+    assert await fleet.status() == []
