@@ -95,13 +95,14 @@ async def test_an_agent_is_trained_and_its_machine_is_lost(
 
 
 async def test_two_nodes_go_when_their_server_has_ended(rig: SlurmRig, tmp_path: Path) -> None:
-    """Nobody asks for it: the idle limit ends the server, and SkyPilot takes its machines down."""
+    """As its idle limit or its lease would end it. Nobody asks SkyPilot for anything."""
     store = (tmp_path / "store").as_uri()
-    backend = await art.up("skypilot", name="two", num_nodes=2, store=store, idle=40, **ASKED)
+    backend = await art.up("skypilot", name="two", num_nodes=2, store=store, **ASKED)
     [found] = await get_provider("skypilot").list()
     assert found.detail.startswith("slurm/artci, 2 nodes: ")
     await backend.close()
-    await until(lambda: not rig.servers())
+    for server in rig.servers():
+        server.terminate()
     await until(lambda: not rig.jobs(), 240)
     assert await get_provider("skypilot").list() == []
 
