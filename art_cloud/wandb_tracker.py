@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,8 @@ class WandbTracker:
 
     Where it is logged in, and where it keeps its files, W&B finds in its own variables. Beside
     those files it is noted what they have, a line for each row, so that nothing is sent twice and
-    nothing is left out, also if the program is killed.
+    nothing is left out, also if the program is killed. W&B counts rows as we do: a run that is
+    resumed online says how many it has.
     """
 
     title = "W&B"
@@ -44,7 +44,7 @@ class WandbTracker:
     def open(self, run: Run) -> None:
         import wandb
 
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConfigError("no API key. Run `wandb login`, or set WANDB_API_KEY")
         self._run = wandb.init(
             project=run.project,
@@ -70,10 +70,8 @@ class WandbTracker:
         rows = [(row["step"], numbers(row)) for row in run.history]
         if self._run.resumed and not self._note.exists():  # sent from another computer
             self._sent = dict(rows)
-        elif self._run.resumed or self._run.offline:
-            self._sent = _read(self._note)
-        else:  # W&B has nothing of it (any more)
-            self._note.unlink(missing_ok=True)
+        else:
+            self._find_sent(None if self._run.offline else self._run.starting_step)
         self._log(rows)
         where = f"wandb sync {settings.sync_dir}" if self._run.offline else self._run.url
         say(f"{run.name} on W&B: {where}")
@@ -84,6 +82,16 @@ class WandbTracker:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+    def _find_sent(self, rows: int | None) -> None:
+        """Read the note. W&B has the first `rows` of it (None: all), and never got the others."""
+        lines = self._note.read_text().splitlines(keepends=True) if self._note.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # of a program that was killed
+            del lines[-1]
+        lines = lines[:rows]
+        self._note.write_text("".join(lines))
+        for row in map(json.loads, lines):
+            self._sent.setdefault(row.pop(STEP), {}).update(row)
 
     def _log(self, rows: Sequence[tuple[int, Metrics]]) -> None:
         """Send what of `rows` is not there (at its step, with its value), and note it."""
@@ -112,12 +120,3 @@ class WandbTracker:
                     return True
             time.sleep(FLUSH_SECONDS / 4)
         return False
-
-
-def _read(note: Path) -> dict[int, Metrics]:
-    sent: dict[int, Metrics] = {}
-    for line in note.read_text().splitlines() if note.exists() else []:
-        with suppress(json.JSONDecodeError):  # the last line of a program that was killed
-            row = json.loads(line)
-            sent.setdefault(row.pop(STEP), {}).update(row)
-    return sent

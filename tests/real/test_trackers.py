@@ -15,7 +15,9 @@ import art_cloud as art
 from art_cloud.trackers import numbers
 
 from ..server_process import TOKEN, ServerProcess
+from ..unit.stand_in import serve
 from ..wandb_files import WandbRun, runs
+from ..wandb_receiver import WandbReceiver
 
 SCRIPT = """
 import asyncio, os, signal, sys
@@ -25,7 +27,12 @@ from tests.synthetic import as_groups, batch
 
 url, base_model, name, steps, end = sys.argv[1:]
 
+def rows():
+    notes = Path(os.environ["WANDB_DIR"]).glob("wandb/art-cloud-*.jsonl")
+    return sum(note.read_text().count("\\n") for note in notes)
+
 async def main():
+    before = rows() if end == "kill" else 0
     async with art.connect(url, os.environ["TEST_TOKEN"]) as backend:
         model = art.TrainableModel(name=name, project="tracked", base_model=base_model,
                                    lora=art.LoRAConfig(rank=8), config={"note": "a test"})
@@ -40,7 +47,7 @@ async def main():
             await model.log(groups, split="train", metrics=result.metrics, step=result.step)
             await model.log(groups, split="val", metrics={"wins": 0.25}, step=step)
         if end == "kill":  # in the middle of what it sends
-            while not list(Path(os.environ["WANDB_DIR"]).glob("wandb/art-cloud-*.jsonl")):
+            while rows() == before:
                 await asyncio.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,6 +124,32 @@ async def test_one_run_on_wandb_over_programs_that_end_or_are_killed(
 async def history(backend: art.Backend, name: str) -> list[dict[str, Any]]:
     model = art.TrainableModel(name=name, project="tracked", base_model="any")
     return await backend.checkpoints(model).history()
+
+
+async def test_one_run_online_is_resumed_by_what_wandb_has(
+    server: ServerProcess, backend: art.Backend, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A program is killed before W&B got what it wrote; another goes on, then another computer."""
+    name = uuid4().hex
+    receiver = WandbReceiver()
+    with serve(receiver.app()) as receiver.url:
+        online = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": receiver.url}
+        here = {**online, "WANDB_DIR": str(tmp_path)}
+        status, said = await run_script(server, tiny_model, name, 1, here)
+        assert status == 0, said
+        assert "Training goes on" not in said, said
+        [run] = receiver.history
+        status, _ = await run_script(server, tiny_model, name, 2, here, end="kill")
+        assert status == -signal.SIGKILL
+        assert (await run_script(server, tiny_model, name, 3, here))[0] == 0
+        shown = by_step(WandbRun(rows=receiver.history[run]))
+        assert shown == {row["step"]: numbers(row) for row in await history(backend, name)}
+        there = {**online, "WANDB_DIR": str(tmp_path / "elsewhere")}
+        (tmp_path / "elsewhere").mkdir()
+        assert (await run_script(server, tiny_model, name, 4, there))[0] == 0
+        assert list(receiver.history) == [run]
+        shown = by_step(WandbRun(rows=receiver.history[run]))
+        assert shown == {row["step"]: numbers(row) for row in await history(backend, name)}
 
 
 async def test_training_goes_on_without_wandb(
