@@ -14,6 +14,7 @@ import art_cloud as art
 from art_cloud import fleet
 from art_cloud.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
+from art_cloud.providers.modal_options import Options
 from art_cloud.wheel import source
 
 from ..modal_plane import ModalPlane, modal_plane
@@ -123,6 +124,12 @@ async def test_the_image_has_this_version(plane: ModalPlane) -> None:
     [sandbox] = plane.running
     assert any(digest in line for line in plane.commands(sandbox))
     await provider.terminate(NAME)
+
+
+def test_every_option_has_a_row() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "modal.md").read_text()
+    table = page[page.index("## Options") : page.index("## What happens when")]
+    assert [name for name in Options.model_fields if f"`{name}`" not in table] == []
 
 
 async def test_errors(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
