@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 STEP = "training_step"
 """The x axis. W&B's own step only grows, and an evaluation may be of an older step."""
-INIT_SECONDS = 30.0
+ROW = "_step"
+"""W&B's own count of rows."""
+INIT_SECONDS = 12.0
+"""Less than CLOSE_SECONDS: a program that ends is not kept by an address where nobody is."""
 FLUSH_SECONDS = 0.2
 """Between two writes of W&B's to its file. What is not in there is lost with the program."""
 WRITE_SECONDS = 10.0
@@ -39,6 +42,7 @@ class WandbTracker:
         self._run: wandb.Run | None = None
         self._sent: dict[int, Metrics] = {}
         """By step."""
+        self._rows = 0
         self._file = self._note = Path()
 
     def open(self, run: Run) -> None:
@@ -68,10 +72,10 @@ class WandbTracker:
         self._file = Path(settings.sync_file)
         self._note = Path(settings.wandb_dir) / f"art-cloud-{run.id}.jsonl"
         rows = [(row["step"], numbers(row)) for row in run.history]
-        if self._run.resumed and not self._note.exists():  # sent from another computer
-            self._sent = dict(rows)
-        else:
-            self._find_sent(None if self._run.offline else self._run.starting_step)
+        self._rows = self._run.starting_step
+        if self._run.resumed and not self._note.exists():  # all of it was sent from elsewhere
+            self._add([{ROW: -1, STEP: step, **metrics} for step, metrics in rows])
+        self._find_sent(None if self._run.offline else self._rows)
         self._log(rows)
         where = f"wandb sync {settings.sync_dir}" if self._run.offline else self._run.url
         say(f"{run.name} on W&B: {where}")
@@ -84,31 +88,36 @@ class WandbTracker:
             self._run.finish()
 
     def _find_sent(self, rows: int | None) -> None:
-        """Read the note. W&B has the first `rows` of it (None: all), and never got the others."""
+        """Read the note. W&B has `rows` of the run (None: all), and never got the others."""
         lines = self._note.read_text().splitlines(keepends=True) if self._note.exists() else []
         if lines and not lines[-1].endswith("\n"):  # of a program that was killed
             del lines[-1]
-        lines = lines[:rows]
-        self._note.write_text("".join(lines))
-        for row in map(json.loads, lines):
-            self._sent.setdefault(row.pop(STEP), {}).update(row)
+        noted = [json.loads(line) for line in lines]
+        noted = [row for row in noted if rows is None or row[ROW] < rows]
+        self._note.unlink(missing_ok=True)
+        self._add(noted)
+        for row in noted:
+            self._sent.setdefault(row[STEP], {}).update(row)
+
+    def _add(self, rows: Sequence[dict[str, float]]) -> None:
+        with self._note.open("a") as note:
+            note.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _log(self, rows: Sequence[tuple[int, Metrics]]) -> None:
         """Send what of `rows` is not there (at its step, with its value), and note it."""
         assert self._run is not None
-        size, last, lines = self._file.stat().st_size, "", []
+        size, last, logged = self._file.stat().st_size, "", []
         for step, metrics in rows:
             sent = self._sent.setdefault(step, {})
             new = {key: value for key, value in metrics.items() if sent.get(key) != value}
             if new:
-                row = {STEP: step, **new}
-                self._run.log(row)
+                self._run.log({STEP: step, **new})
+                logged.append({ROW: self._rows, STEP: step, **new})
+                self._rows += 1
                 sent |= new
-                lines.append(json.dumps(row) + "\n")
                 last = max(new)
-        if lines and self._is_written(size, last):
-            with self._note.open("a") as note:
-                note.writelines(lines)
+        if logged and self._is_written(size, last):
+            self._add(logged)
 
     def _is_written(self, size: int, last: str) -> bool:
         """Wait until W&B's file, that had `size` bytes, has a row with the metric `last`."""
