@@ -16,7 +16,7 @@ WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
 WITH_SKYPILOT := $(if $(filter True,$(HAS_VLLM)),.venv-skypilot)
 
-.PHONY: help demo test check format bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo test test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -64,6 +64,9 @@ demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on
 
 test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
 	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
+
+test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
+	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)
 
 check: .venv/dev  ## lint and type-check
 	$(BIN)/ruff check .

@@ -53,6 +53,7 @@ def up(
     max_hourly: Annotated[
         float | None, typer.Option(help="US dollars that an hour may cost.")
     ] = None,
+    serverless: Annotated[bool, typer.Option(help="On Modal: scale to zero.")] = False,
     options: ProviderOptions = None,
     show_token: Annotated[bool, typer.Option(help="Print the server's token.")] = False,
     as_json: AsJson = False,
@@ -74,6 +75,7 @@ def up(
             deadline=deadline,
             max_hourly=max_hourly,
             **_options(options),
+            **({"serverless": True} if serverless else {}),
         )
         await (await started).close()
         return await fleet.address(started.name)

@@ -118,6 +118,8 @@ async def logs(name: str, *, follow: bool) -> AsyncIterator[str]:
 async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[str, object]:
     """The `Deployment` of app.py."""
     this = await asyncio.to_thread(source)
+    awake = max(spec.lease_seconds, spec.idle_seconds)  # nobody renews a lease of what may sleep
+    spec = spec.model_copy(update={"lease_seconds": awake})
     there = f"/wheels/{this.wheel.name}" if this.wheel else None
     return {
         "name": name,
