@@ -74,8 +74,7 @@ def up(
             budget=budget,
             deadline=deadline,
             max_hourly=max_hourly,
-            **_options(options),
-            **({"serverless": True} if serverless else {}),
+            **_options(options) | ({"serverless": True} if serverless else {}),
         )
         await (await started).close()
         return await fleet.address(started.name)

@@ -4,6 +4,9 @@ container entrypoint, on a control plane on loopback."""
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,12 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet
+from art_cloud import fleet, sweep
 from art_cloud.errors import AuthError, ConfigError, LaunchError
 
 from ..modal_plane import ModalPlane, modal_plane
 
+ROOT = Path(__file__).parents[2]
 NAME = "agent"
 WINDOW = 4.0
 """Seconds without a request, after which the plane ends a container."""
@@ -115,3 +119,26 @@ async def test_what_modal_refuses_to_deploy(plane: ModalPlane, tmp_path: Path) -
             "modal", name=60 * "n", gpu="H100", serverless=True, store=str(tmp_path)
         )  # fmt: skip
     assert await fleet.status() == []
+
+
+async def test_deployed_by_hand(plane: ModalPlane) -> None:
+    async def modal(*arguments: str, **variables: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "modal", *arguments),
+            env=os.environ | variables,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()
+
+    await modal("secret", "create", "art-serverless-mine", "ART_CLOUD_TOKEN=of-my-own")
+    wanted = {"name": "mine", "gpu": "L4", "flags": ["--name", "mine"]}
+    await modal("deploy", str(ROOT / "launch/modal/app.py"), ART_CLOUD_DEPLOY=json.dumps(wanted))
+    [found] = await fleet.status()
+    assert (found.name, found.state, found.recorded) == ("mine", "asleep", False)
+    [kept], failures = await sweep.look()
+    assert (kept.kept, failures) == ("it costs nothing until somebody wakes it", [])
+    await fleet.down("mine")
+    assert await fleet.status() == []
+    assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
