@@ -33,7 +33,7 @@ PYTHON = Path(
 )
 TOOLS = ("slurmctld", "slurmd", "sbatch", "rsync", "nc", "unshare", "setpriv")
 SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-START_SECONDS = 180.0
+START_SECONDS = 300.0
 
 missing = [tool for tool in TOOLS if shutil.which(tool, path=SBIN) is None]
 needs_slurm = pytest.mark.skipif(
