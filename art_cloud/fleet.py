@@ -11,10 +11,10 @@ from typing import Literal
 
 from .backend import Backend
 from .errors import ArtCloudError, ConfigError, IncompleteListError, NotFoundError
-from .http import ServerClient
+from .http import ServerClient, is_loopback
 from .money import Receipt
 from .protocol import ServerInfo
-from .providers import Instance, get_provider, provider_names
+from .providers import Endpoint, Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, in_use, unknown
 from .tunnel import Tunnel, open_tunnel, port_of, reached
 
@@ -84,10 +84,16 @@ async def address(name: str) -> dict[str, str]:
     return {
         "name": name,
         "url": endpoint.url,
-        "host": endpoint.ssh.host if endpoint.ssh else "this machine",
+        "host": _host(endpoint, record.spec.provider),
         "token": record.spec.token.get_secret_value(),
         "store": record.spec.store,
     }
+
+
+def _host(endpoint: Endpoint, provider: str) -> str:
+    if endpoint.ssh is not None:
+        return endpoint.ssh.host
+    return "this machine" if is_loopback(endpoint.url) else provider
 
 
 @asynccontextmanager
