@@ -157,7 +157,8 @@ class ModalPlane:
 
     @property
     def servers(self) -> list[Deployed]:
-        return list(self.control.servers.values())
+        published = self.control.apps.values()
+        return [one for one in self.control.servers.values() if one.app_id in published]
 
     def commands(self, sandbox: Sandbox) -> list[str]:
         """Those that its image is built with, from the base up."""
@@ -217,7 +218,7 @@ class ModalPlane:
     async def _close(self) -> None:
         for sandbox in self.running:
             await self.control.end(sandbox, Result(status=Result.GENERIC_STATUS_TERMINATED))
-        for deployed in self.servers:
+        for deployed in self.control.servers.values():
             await self.control.close(deployed)
         for server in self._servers:
             server.close()

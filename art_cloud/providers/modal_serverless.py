@@ -29,6 +29,13 @@ SERVER = "ArtServer"
 LONGEST_WINDOW = 1200.0
 """Seconds without a request, at most, that Modal lets a container wait."""
 PROXY_TOKEN = ("MODAL_PROXY_TOKEN_ID", "MODAL_PROXY_TOKEN_SECRET")
+DEPLOY = """import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+from modal.__main__ import main
+sys.argv = ["modal", "deploy", sys.argv[1]]
+main()
+"""
+"""`modal deploy FILE`, which ends with the program that holds its standard input."""
 LOG_LINES = 15
 POLL_SECONDS = 0.2
 
@@ -140,14 +147,16 @@ async def _deploy(deployment: dict[str, object], name: str) -> None:
     """What `modal deploy launch/modal/app.py` does, by the same program."""
     with as_file(files("art_cloud") / "launch" / "modal" / "app.py") as path:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "modal", "deploy", str(path)),
+            *(sys.executable, "-c", DEPLOY, str(path)),
             env=os.environ | {"ART_CLOUD_DEPLOY": json.dumps(deployment)},
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            said, _ = await process.communicate()
+            assert process.stdout is not None
+            said = await process.stdout.read()
+            await process.wait()
         finally:
             if process.returncode is None:
                 process.kill()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import art_cloud as art
@@ -142,3 +143,19 @@ async def test_deployed_by_hand(plane: ModalPlane) -> None:
     await fleet.down("mine")
     assert await fleet.status() == []
     assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
+
+
+async def test_killed_while_it_is_deployed(plane: ModalPlane, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from art_cloud.cli import main; main()"),
+        *("up", "modal", "--serverless", "--name", NAME),
+        *("-o", "gpu=H100", "--store", str(tmp_path / "store")),
+    )
+    await until(lambda: plane.calls["AppCreate"] > 0)
+    deploying = psutil.Process(process.pid).children()
+    process.kill()
+    await process.wait()
+    await asyncio.to_thread(psutil.wait_procs, deploying, 30)
+    assert not any(one.is_running() for one in deploying)
+    await fleet.down(NAME)
+    assert await fleet.status() == []
