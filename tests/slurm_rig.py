@@ -131,8 +131,11 @@ class SlurmRig:
 
     def holds(self, secret: str) -> bool:
         """Whether a file of the nodes, of SkyPilot or of its user has it in it."""
-        paths = (path for path in self.folder.rglob("*") if path.is_file())
-        return any(secret.encode() in path.read_bytes() for path in paths)
+        for path in self.folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                if path.is_file() and secret.encode() in path.read_bytes():
+                    return True
+        return False
 
     def _write(self) -> None:
         controller, first, second, login = self._ports
