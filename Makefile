@@ -14,9 +14,8 @@ WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
 export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
-WITH_SKYPILOT := $(if $(filter True,$(HAS_VLLM)),.venv-skypilot)
 
-.PHONY: help demo test test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo test test-skypilot test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -62,8 +61,11 @@ $(BIN)/uv:
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
-test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
+test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
+	$(BIN)/pytest -n auto --dist loadgroup --ignore=tests/real/test_skypilot.py $(ARGS)
+
+test-skypilot: .venv/dev .venv-skypilot  ## the real SkyPilot on a real Slurm: root, and about a quarter of an hour
+	$(BIN)/pytest tests/real/test_skypilot.py $(ARGS)
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
 	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)

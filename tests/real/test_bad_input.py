@@ -384,7 +384,7 @@ def test_servers_that_do_not_start(tmp_path: Path, server: ServerProcess) -> Non
         port = taken.getsockname()[1]
         refused(ServerProcess(tmp_path / "a", "--port", str(port)), f"Port {port}")
     refused(ServerProcess(tmp_path / "b", token=None), "No token: set ART_CLOUD_TOKEN")
-    refused(ServerProcess(tmp_path / "c", store=Path("s3://bucket/x")), "no store of kind 's3'")
+    refused(ServerProcess(tmp_path / "c", store=Path("gs://bucket/x")), "no store of kind 'gs'")
     refused(ServerProcess(tmp_path / "d", "--name", "../x"), "not a valid name")
     second = ServerProcess(tmp_path / "e")
     second.state = server.state
