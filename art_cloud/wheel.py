@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 
 from ._version import __version__
 from .errors import ConfigError
@@ -72,7 +73,17 @@ def _build(checkout: Path, folder: Path) -> None:
     uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
     if uv is None:
         raise ConfigError("A wheel of this checkout is built by uv. Run: pip install uv")
-    command = [uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(checkout)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode:
-        raise ConfigError(f"No wheel can be made of {checkout}: {built.stderr.strip()}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.{uuid4().hex}.partial")
+    command = [uv, "build", "--quiet", "--wheel", "--out-dir", str(partial), str(checkout)]
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        if built.returncode:
+            raise ConfigError(f"No wheel can be made of {checkout}: {built.stderr.strip()}")
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another launch built it meanwhile
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
