@@ -188,6 +188,7 @@ async def test_who_is_attached_is_warned_once_and_nothing_is_relaunched_beyond_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("ART_PROGRESS", "1")
     monkeypatch.setattr(attached, "PING_SECONDS", 0.1)
     async with art.up("local", name="short", deadline="40s", price_per_hour=36) as backend:
         while await get_provider("local").list():
