@@ -67,7 +67,8 @@ def demo(
     result = run(demos.run_demo(home() / "demo", steps=steps, control=control, engine=engine))
     console = Console(stderr=as_json)
     demos.print_table(result, console)
-    console.print(f"Win rate by step: {demos.plot(result, plot)}")
+    picture = demos.plot(result, plot, "Tic-tac-toe against a random opponent")
+    console.print(f"Win rate by step: {picture}")
     if as_json:
         typer.echo(json.dumps(result.summary()))
 

@@ -74,7 +74,7 @@ def up(
             budget=budget,
             deadline=deadline,
             max_hourly=max_hourly,
-            **_options(options) | ({"serverless": True} if serverless else {}),
+            **provider_options(options) | ({"serverless": True} if serverless else {}),
         )
         await (await started).close()
         return await fleet.address(started.name)
@@ -242,7 +242,9 @@ def offers(
     from . import screens
     from .providers import ClusterSpec, get_provider, provider_names
 
-    wanted = _options(options) | ({"gpu": gpu} if gpu else {}) | ({"spot": True} if spot else {})
+    wanted = (
+        provider_options(options) | ({"gpu": gpu} if gpu else {}) | ({"spot": True} if spot else {})
+    )
 
     async def ask() -> tuple[list[Offer], dict[str, ArtCloudError]]:
         found: list[Offer] = []
@@ -311,7 +313,7 @@ def _say_what_runs() -> None:
         typer.echo("Nothing is left running.", err=True)
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def provider_options(given: list[str] | None) -> dict[str, Any]:
     """`KEY=VALUE`s; a value that is JSON means that, any other itself."""
     found: dict[str, Any] = {}
     for option in given or []:

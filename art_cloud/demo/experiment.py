@@ -1,0 +1,204 @@
+"""Does an agent learn from its reward? Held-out tasks before and after GRPO, and a control.
+
+The control is a copy of the warmed-up agent that goes through the same steps with its rewards
+permuted within each group. What the two differ by was learned from the reward, and from nothing
+else. The demo and the examples are experiments.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..backend import Backend
+from ..config import SFTConfig, TrainConfig
+from ..errors import ConflictError
+from ..model import TrainableModel
+from ..progress import progress, say
+from ..rollout import gather_trajectories, gather_trajectory_groups
+from ..trajectory import Messages, Trajectory, TrajectoryGroup
+
+TaskT = TypeVar("TaskT")
+TaskT_contra = TypeVar("TaskT_contra", contravariant=True)
+
+
+class Rollout(Protocol[TaskT_contra]):
+    """One attempt at a task. With `step`, by the weights of that step, and repeatably."""
+
+    def __call__(
+        self, model: TrainableModel[Any], task: TaskT_contra, /, *, step: int | None = None
+    ) -> Awaitable[Trajectory]: ...
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[TaskT]):
+    name: str
+    """Of the project in the store."""
+    measure: str
+    """The metric of a trajectory that says how well the agent did."""
+    rollout: Rollout[TaskT]
+    tasks: Callable[[int], Sequence[TaskT]]
+    """What a step is trained on: a group for each task. A function of the step alone."""
+    held_out: Sequence[TaskT]
+    warm_up: Sequence[Messages] = ()
+    """Conversations that teach the format, not the skill, to a model made on the spot."""
+    warm_up_config: SFTConfig = field(default_factory=SFTConfig)
+    config: TrainConfig = field(default_factory=TrainConfig)
+    steps: int = 40
+    group_size: int = 8
+    score: Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | None]] | None = None
+    """Gives a group its rewards, where the rollouts don't: a judge, say."""
+
+
+@dataclass
+class Curve:
+    """How one agent did."""
+
+    before: dict[str, list[float]] = field(default_factory=dict)
+    """The metrics of the held-out tasks, by name."""
+    after: dict[str, list[float]] = field(default_factory=dict)
+    by_step: list[float] = field(default_factory=list)
+    """Mean of the measure over what each step was trained on, sampled before the step."""
+
+
+@dataclass
+class Result:
+    measure: str
+    trained: Curve
+    control: Curve | None
+    seconds: float
+
+    @property
+    def steps(self) -> int:
+        return len(self.trained.by_step)
+
+    def summary(self) -> dict[str, float]:
+        """`MEASURE_before`, `MEASURE_after`, `MEASURE_control` if there was one, `steps` and
+        `seconds`."""
+        found = {
+            f"{self.measure}_before": fmean(self.trained.before[self.measure]),
+            f"{self.measure}_after": fmean(self.trained.after[self.measure]),
+            "steps": self.steps,
+            "seconds": round(self.seconds, 1),
+        }
+        if self.control is not None:
+            found[f"{self.measure}_control"] = fmean(self.control.after[self.measure])
+        return found
+
+
+async def run_experiment(
+    experiment: Experiment[Any],
+    cluster: AbstractAsyncContextManager[Backend],
+    base_model: str,
+    *,
+    run: str,
+    control: bool,
+    warm_up: bool,
+) -> Result:
+    """Warm-up, evaluation, GRPO, evaluation.
+
+    Args:
+        run: names the models, `agent-RUN` and `control-RUN`. Given again, they go on.
+        warm_up: fine-tune on `experiment.warm_up` first.
+    """
+    started = time.perf_counter()
+    agent, copy = (
+        TrainableModel[Any](name=f"{kind}-{run}", project=experiment.name, base_model=base_model)
+        for kind in ("agent", "control")
+    )
+    trained, permuted = Curve(), Curve()
+    async with cluster as backend:
+        await agent.register(backend)
+        if warm_up and await agent.get_step() == 0:
+            await backend.train_sft(agent, experiment.warm_up, experiment.warm_up_config)
+        first = int(warm_up)
+        trained.before = permuted.before = await _evaluate(experiment, agent, first, "before")
+        say(f"{experiment.measure} before: {fmean(trained.before[experiment.measure]):.3g}")
+        if control:
+            with suppress(ConflictError):  # it was forked by a run that this one goes on from
+                await backend.checkpoints(agent).fork(copy, first)
+        last = first + experiment.steps
+        await _learn(experiment, backend, agent, trained, first, permute=False)
+        trained.after = await _evaluate(experiment, agent, last, "after")
+        say(f"{experiment.measure} after: {fmean(trained.after[experiment.measure]):.3g}")
+        if control:
+            await copy.register(backend)
+            await _learn(experiment, backend, copy, permuted, first, permute=True)
+            permuted.after = await _evaluate(experiment, copy, last, "control")
+    seconds = time.perf_counter() - started
+    return Result(experiment.measure, trained, permuted if control else None, seconds)
+
+
+async def _learn(
+    experiment: Experiment[Any],
+    backend: Backend,
+    model: TrainableModel[Any],
+    curve: Curve,
+    first: int,
+    *,
+    permute: bool,
+) -> None:
+    """The loop that every agent is trained with. `first` is the step after the warm-up."""
+    with progress(f"{model.name}: GRPO steps", experiment.steps) as bar:
+        for number in range(await model.get_step() - first, experiment.steps):
+            groups = await gather_trajectory_groups(
+                (
+                    TrajectoryGroup(
+                        experiment.rollout(model, task) for _ in range(experiment.group_size)
+                    )
+                    for task in experiment.tasks(number)
+                ),
+                pbar_desc="rollouts",
+                after_each=experiment.score,
+            )
+            if permute:
+                _permute_rewards(groups, number)
+            await backend.train(model, groups, experiment.config)
+            done = _metrics([one for group in groups for one in group])[experiment.measure]
+            bar.update(number + 1, note=f"{experiment.measure} {fmean(done):.3g}")
+    curve.by_step = [
+        row[f"trajectory/{experiment.measure}"]
+        for row in await model.history()
+        if f"trajectory/{experiment.measure}" in row
+    ]
+
+
+def _permute_rewards(groups: Sequence[TrajectoryGroup], seed: int) -> None:
+    shuffle = random.Random(seed)  # noqa: S311
+    for group in groups:
+        rewards = [trajectory.reward for trajectory in group]
+        shuffle.shuffle(rewards)
+        for trajectory, reward in zip(group, rewards, strict=True):
+            trajectory.reward = reward
+
+
+async def _evaluate(
+    experiment: Experiment[Any], model: TrainableModel[Any], step: int, label: str
+) -> dict[str, list[float]]:
+    """Try the held-out tasks with the weights of `step`; the result is kept beside it."""
+    done = await gather_trajectories(
+        (experiment.rollout(model, task, step=step) for task in experiment.held_out),
+        pbar_desc=f"held-out tasks, {label}",
+    )
+    await model.log(done, split="val", step=step)
+    return _metrics(done)
+
+
+def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """By name; `reward` is one of them."""
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in ({"reward": trajectory.reward} | trajectory.metrics).items():
+            found.setdefault(name, []).append(float(value))
+    return found
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the mean's 95 % interval (normal approximation)."""
+    return 1.96 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
