@@ -167,6 +167,9 @@ def tunnel(
 def down(
     name: Annotated[str | None, typer.Argument()] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every cluster.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Only strike it off: its machine is gone for good.")
+    ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
@@ -177,12 +180,15 @@ def down(
 
     if (name is None) != everything:
         raise typer.BadParameter("Give the NAME of a cluster, or --all.")
+    if forget and name is None:
+        raise typer.BadParameter("--forget is of one cluster: give its NAME.")
     names = [name] if name else [one.name for one in run(fleet.status())]
     if everything and names and not yes:
         typer.confirm(f"End {', '.join(names)}?", abort=True, err=True)
 
     async def end() -> list[Any]:
-        return await asyncio.gather(*map(fleet.down, names), return_exceptions=True)
+        how = fleet.forget if forget else fleet.down
+        return await asyncio.gather(*map(how, names), return_exceptions=True)
 
     ended = run(end())
     failures = [failure for failure in map(_expected, ended) if failure]
@@ -193,9 +199,10 @@ def down(
         rows = [receipt.model_dump(mode="json") for receipt in receipts]
         typer.echo(json.dumps({"ended": names, "receipts": rows}))
     elif not as_json:
+        verb = "Forgot" if forget else "Ended"
         done = [one for one, how in zip(names, ended, strict=True) if not _expected(how)]
         if done or not failures:
-            typer.echo(f"Ended {', '.join(done)}." if done else "Nothing to end.")
+            typer.echo(f"{verb} {', '.join(done)}." if done else "Nothing to end.")
         for receipt in receipts:
             typer.echo(receipt.summary)
     if failures:

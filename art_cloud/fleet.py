@@ -10,7 +10,13 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from .backend import Backend
-from .errors import ArtCloudError, ConfigError, IncompleteListError, NotFoundError
+from .errors import (
+    ArtCloudError,
+    ConfigError,
+    ConflictError,
+    IncompleteListError,
+    NotFoundError,
+)
 from .http import ServerClient, is_loopback
 from .money import Receipt
 from .protocol import ServerInfo
@@ -55,6 +61,33 @@ async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
             registry.note(record, await server_info(record))
     await get_provider(provider).terminate(record.name)
     return registry.end(record, seen_to_end=bool(states))
+
+
+async def forget(name: str) -> Receipt:
+    """Strike a cluster off the records that nobody can ask about any more: its machine is gone for
+    good. Its server, if it should live, ends by its own lease.
+
+    Raises:
+        ConflictError: Its provider answers; `down` ends it.
+        NotFoundError: Nothing of that name is recorded.
+    """
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    provider = record.spec.provider
+    _, failures = await list_instances([provider])
+    if not _unsure(name, failures.get(provider)):
+        raise ConflictError(
+            f"{provider} answers, so {name} needs no forgetting. To end it: art-cloud down {name}"
+        )
+    return Registry().end(record, seen_to_end=False)
+
+
+def _unsure(name: str, failure: ArtCloudError | None) -> bool:
+    """Whether a provider that failed so can't say if `name` exists."""
+    if isinstance(failure, IncompleteListError):
+        return name in failure.unsure
+    return failure is not None
 
 
 async def server_info(record: ClusterRecord) -> ServerInfo:
@@ -233,10 +266,8 @@ def _absent(record: ClusterRecord, failures: dict[str, ArtCloudError]) -> Cluste
     """The status of what is recorded and was not seen at its provider."""
     name, provider = record.name, record.spec.provider
     failure = failures.get(provider)
-    if isinstance(failure, IncompleteListError) and name not in failure.unsure:
-        failure = None
-    if failure is not None:
-        detail = f"{provider} can't say: {failure}"
+    if _unsure(name, failure):
+        detail = f"{provider} can't say: {failure}. Gone for good? art-cloud down {name} --forget"
         return ClusterStatus(name, provider, "unknown", recorded=True, detail=detail)
     if record.state == "starting" and in_use(name):
         detail = f"{provider} is being asked for its machine"

@@ -232,6 +232,11 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
     with pytest.raises(ProviderError, match=r"off does not answer.*three"):
         await provider.terminate("three")
 
+    refused = await asyncio.to_thread(CliRunner().invoke, app, ["down", "four", "--forget"])
+    assert "four needs no forgetting" in refused.output
+    assert "Forgot three." in await art_cloud("down", "three", "--forget")
+    assert {one.name for one in await fleet.status()} == {"one", "two", "four"}
+
 
 async def test_hosts_from_a_file(tmp_path: Path) -> None:
     provider = get_provider("ssh")
