@@ -15,7 +15,7 @@ export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
 
-.PHONY: help demo test test-skypilot test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo examples test test-skypilot test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -60,6 +60,9 @@ $(BIN)/uv:
 
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
+
+examples: .venv/dev  ## run each example in short (one: ARGS="-k codenames")
+	$(BIN)/pytest -v tests/real/test_examples.py $(ARGS)
 
 test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
 	$(BIN)/pytest -n auto --dist loadgroup --ignore=tests/real/test_skypilot.py $(ARGS)

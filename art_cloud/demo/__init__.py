@@ -1,14 +1,18 @@
 """Agents that learn on this machine, from a model made on the spot: the demo and the examples."""
 
-from .example import run_example
+from .example import Place, example_parser, experiment_parser, prepare, run_example
 from .experiment import Experiment, Result, run_experiment
 from .report import plot, print_table
 from .run import run_demo
 
 __all__ = [
     "Experiment",
+    "Place",
     "Result",
+    "example_parser",
+    "experiment_parser",
     "plot",
+    "prepare",
     "print_table",
     "run_demo",
     "run_example",
