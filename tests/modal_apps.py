@@ -1,68 +1,22 @@
-"""Deployed apps of the plane in `modal_plane`: servers that scale from zero to one and back.
-
-A server's container is Modal's real entrypoint in a process of its own, its stable address a real
-TLS listener that asks for a proxy token. A request that finds no container starts one and is
-answered with 503; without requests for the scaledown window the container gets SIGTERM.
-"""
+"""Deployed and running apps of the plane in `modal_plane`, with their servers and functions."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-from aiohttp import web
 from google.protobuf.empty_pb2 import Empty
 from grpclib import GRPCError, Status
 from modal_proto import api_pb2 as api
 
-from .modal_sandboxes import GPUS, HOST, POLL_SECONDS, free_port, new_id
+from . import modal_containers
+from .modal_containers import Container
+from .modal_functions import Calls, Function
+from .modal_sandboxes import GPUS, new_id
+from .modal_servers import Server
 
 if TYPE_CHECKING:
     from .modal_plane import ModalPlane
-
-EXIT_SECONDS = 30.0
-"""How long a container may take to end after SIGTERM."""
-LARGEST_BODY = 1 << 30
-OWN_HEADERS = {"transfer-encoding", "connection", "modal-key", "modal-secret", "host"}
-"""Of one hop, or for Modal only."""
-
-
-@dataclass
-class Deployed:
-    """A server, whether a container of it runs or not."""
-
-    app_id: str
-    function: api.Function
-    url: str = ""
-    folder: Path = Path()
-    port: int = 0
-    process: asyncio.subprocess.Process | None = None
-    listens: bool = False
-    starts: int = 0
-    requests: int = 0
-    idle_since: float = 0.0
-    runner: web.AppRunner | None = None
-    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    codes: list[int] = field(default_factory=list)
-    """With which its containers ended."""
-
-    @property
-    def runs(self) -> bool:
-        return self.process is not None and self.process.returncode is None
-
-    @property
-    def window(self) -> float:
-        settings = self.function.autoscaler_settings
-        return float(settings.scaledown_window or self.function.task_idle_timeout_secs or 60)
 
 
 def ranked(function: api.Function) -> api.FunctionData:
@@ -78,20 +32,24 @@ def ranked(function: api.Function) -> api.FunctionData:
     )
 
 
-class Apps:
-    """The calls of `ModalClient` about mounts, apps and servers, from laptops and containers."""
+class Apps(Calls):
+    """The calls of `ModalClient` about mounts, apps and what is in them, from laptops and servers'
+    containers."""
 
     plane: ModalPlane
     apps: dict[str, str]
     environments: dict[str, dict[str, str]]
 
     def __init__(self) -> None:
+        super().__init__()
         self.files: dict[str, bytes] = {}
         """By digest."""
         self.mounts: dict[str, list[api.MountFile]] = {}
         self.layouts: dict[str, api.AppLayout] = {}
         self.created: dict[str, float] = {}
-        self.servers: dict[str, Deployed] = {}
+        self.servers: dict[str, Server] = {}
+        self.functions: dict[str, Function] = {}
+        self.containers = 0
 
     async def MountBatchedCheckExistence(self, request: Any) -> Any:
         missing = [one for one in request.sha256_hex_hashes if one not in self.files]
@@ -132,11 +90,15 @@ class Apps:
         if gpu and gpu.upper() not in GPUS:
             raise GRPCError(Status.INVALID_ARGUMENT, f"Not a valid GPU type: {gpu}")
         if not function.is_server:
-            raise GRPCError(Status.UNIMPLEMENTED, "this plane runs servers only")
-        if (server := self.servers.get(id_)) is None:
-            server = self.servers[id_] = Deployed(request.app_id, function)
-            await self._listen(server)
-        server.function = function
+            self.functions[id_] = Function(
+                self.plane, request.app_id, function, self._start_function
+            )
+        elif (server := self.servers.get(id_)) is None:
+            server = Server(self.plane, request.app_id, function, self._start_server)
+            self.servers[id_] = server
+            await server.listen()
+        else:
+            server.function = function
         return api.FunctionCreateResponse(
             function_id=id_,
             function=function,
@@ -144,22 +106,27 @@ class Apps:
             handle_metadata=self._handle(id_),
         )
 
+    def _definition(self, id_: str) -> api.Function:
+        server = self.servers.get(id_)
+        return server.function if server else self.functions[id_].definition
+
     def _handle(self, id_: str) -> api.FunctionHandleMetadata:
-        server = self.servers[id_]
+        function, server = self._definition(id_), self.servers.get(id_)
         return api.FunctionHandleMetadata(
-            function_name=server.function.function_name,
-            function_type=server.function.function_type,
-            app_id=server.app_id,
-            _experimental_flash_urls=[server.url],
+            function_name=function.function_name,
+            function_type=function.function_type,
+            app_id=server.app_id if server else self.functions[id_].app_id,
+            _experimental_flash_urls=[server.url] if server else [],
         )
 
     async def AppPublish(self, request: Any) -> Any:
-        self.apps[request.name] = request.app_id
-        self.created.setdefault(request.app_id, time.time())
+        if request.app_state == api.APP_STATE_DEPLOYED:
+            self.apps[request.name] = request.app_id
+            self.created.setdefault(request.app_id, time.time())
         needed = {
             dependency.object_id
             for function in request.function_ids.values()
-            for dependency in self.servers[function].function.object_dependencies
+            for dependency in self._definition(function).object_dependencies
         }
         volume = api.VolumeMetadata(version=api.VOLUME_FS_VERSION_V2)
         self.layouts[request.app_id] = api.AppLayout(
@@ -188,7 +155,7 @@ class Apps:
                     name=name,
                     state=api.APP_STATE_DEPLOYED,
                     created_at=self.created.get(id_, 0.0),
-                    n_running_tasks=sum(server.runs for server in self._of(id_)),
+                    n_running_tasks=sum(len(server.containers) for server in self._of(id_)),
                 )
                 for name, id_ in self.apps.items()
             ]
@@ -210,7 +177,10 @@ class Apps:
     async def AppStop(self, request: Any) -> Any:
         self.apps = {name: id_ for name, id_ in self.apps.items() if id_ != request.app_id}
         for server in self._of(request.app_id):
-            await self.close(server)
+            await server.close()
+        for function in self.functions.values():
+            if function.app_id == request.app_id:
+                await function.close()
         self.servers = {
             id_: one for id_, one in self.servers.items() if one.app_id != request.app_id
         }
@@ -224,7 +194,7 @@ class Apps:
         return api.FunctionGetResponse(
             function_id=id_,
             handle_metadata=self._handle(id_),
-            function=ranked(self.servers[id_].function),
+            function=ranked(self._definition(id_)),
         )
 
     async def ContainerHello(self, _: Any) -> Any:
@@ -242,7 +212,7 @@ class Apps:
     async def VolumeCommit(self, _: Any) -> Any:
         return api.VolumeCommitResponse()
 
-    def _of(self, app_id: str) -> list[Deployed]:
+    def _of(self, app_id: str) -> list[Server]:
         return [server for server in self.servers.values() if server.app_id == app_id]
 
     def app_log(self, app_id: str) -> bytes:
@@ -250,146 +220,38 @@ class Apps:
         logs = (self.plane.folder / "containers").glob(f"{app_id}-*/log")
         return b"".join(path.read_bytes() for path in sorted(logs))
 
-    async def _listen(self, server: Deployed) -> None:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            return await self._answer(server, request)
+    def _code(self, function: api.Function) -> dict[str, bytes]:
+        """What is mounted, by path."""
+        files = (file for mount in function.mount_ids for file in self.mounts.get(mount, []))
+        return {file.filename: self.files[file.sha256_hex] for file in files}
 
-        app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_route("*", "/{path:.*}", answer)
-        server.runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
-        await server.runner.setup()
-        await web.TCPSite(server.runner, HOST, 0, ssl_context=self.plane.tls).start()
-        server.url = "https://{}:{}".format(*server.runner.addresses[0])
+    async def _start_container(
+        self, app_id: str, function: api.Function, server_url: str, environment: dict[str, str]
+    ) -> Container:
+        layout = self.layouts[app_id]
+        arguments = api.ContainerArguments(
+            function_id=layout.function_ids[function.function_name],
+            app_id=app_id,
+            function_def=function,
+            app_layout=layout,
+            environment_name="main",
+        )
+        self.containers += 1
+        folder = self.plane.folder / "containers" / f"{app_id}-{self.containers:03}"
+        code = self._code(function)
+        return await modal_containers.start(folder, arguments, code, server_url, environment)
 
-    async def _answer(self, server: Deployed, request: web.Request) -> web.StreamResponse:
-        sent = (request.headers.get("Modal-Key"), request.headers.get("Modal-Secret"))
-        if not server.function.http_config.unauthenticated and sent != self.plane.proxy_token:
-            return web.Response(status=401, text="modal-http: missing credentials")
-        if not server.listens:
-            self.plane.watch(self._start_container(server))
-            return web.Response(status=503, text="modal-http: no container")
-        server.requests += 1
-        try:
-            return await self._pass_on(server, request)
-        except aiohttp.ClientError:
-            return web.Response(status=502, text="modal-http: the container does not answer")
-        finally:
-            server.requests -= 1
-            server.idle_since = time.monotonic()
-
-    async def _pass_on(self, server: Deployed, request: web.Request) -> web.StreamResponse:
-        url = f"http://127.0.0.1:{server.port}{request.rel_url}"
-        kept = {
-            key: value for key, value in request.headers.items() if key.lower() not in OWN_HEADERS
+    async def _start_server(self, server: Server, port: int) -> Container:
+        opened = f'"port": {server.function.http_config.port}'
+        environment = {
+            key: value.replace(opened, f'"port": {port}')
+            for secret in server.function.secret_ids
+            for key, value in self.environments[secret].items()
         }
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with (
-            aiohttp.ClientSession(auto_decompress=False, timeout=timeout) as session,
-            session.request(
-                request.method, url, headers=kept, data=await request.read(), allow_redirects=False
-            ) as answer,
-        ):
-            response = web.StreamResponse(status=answer.status)
-            for key, value in answer.headers.items():
-                if key.lower() not in OWN_HEADERS:
-                    response.headers[key] = value
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+        url = self.plane.environment["MODAL_SERVER_URL"]
+        return await self._start_container(server.app_id, server.function, url, environment)
 
-    async def _start_container(self, server: Deployed) -> None:
-        if server.starting.locked() or server.runs:
-            return
-        async with server.starting:
-            server.starts += 1
-            task, server.port = new_id("ta"), free_port()
-            folder = f"{server.app_id}-{server.starts:03}"
-            server.folder = self.plane.folder / "containers" / folder
-            server.folder.mkdir(parents=True)
-            self._place_code(server)
-            arguments = server.folder / "arguments"
-            [id_] = [id_ for id_, one in self.servers.items() if one is server]
-            arguments.write_bytes(
-                api.ContainerArguments(
-                    task_id=task,
-                    function_id=id_,
-                    app_id=server.app_id,
-                    function_def=server.function,
-                    app_layout=self.layouts[server.app_id],
-                    environment_name="main",
-                ).SerializeToString()
-            )
-            environment = {
-                "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-                "HOME": str(server.folder),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(server.folder),
-                "MODAL_CONTAINER_ARGUMENTS_PATH": str(arguments),
-                "MODAL_IS_REMOTE": "1",
-                "MODAL_SERVER_URL": self.plane.environment["MODAL_SERVER_URL"],
-                "MODAL_TASK_ID": task,
-                "MODAL_IMAGE_ID": server.function.image_id,
-            }
-            opened = f'"port": {server.function.http_config.port}'
-            for secret in server.function.secret_ids:
-                for key, value in self.environments[secret].items():
-                    environment[key] = value.replace(opened, f'"port": {server.port}')
-            with (server.folder / "log").open("wb") as log:
-                server.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "modal._container_entrypoint"),
-                    cwd=server.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self.plane.watch(self._watch_container(server, server.process))
-            await self._wait_for_port(server)
-
-    def _place_code(self, server: Deployed) -> None:
-        for mount in server.function.mount_ids:
-            for file in self.mounts.get(mount, []):
-                path = server.folder / file.filename.removeprefix("/root/").lstrip("/")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(self.files[file.sha256_hex])
-
-    async def _wait_for_port(self, server: Deployed) -> None:
-        give_up = time.monotonic() + server.function.http_config.startup_timeout
-        while server.runs and not server.listens and time.monotonic() < give_up:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-                writer.close()
-                server.idle_since, server.listens = time.monotonic(), True
-            await asyncio.sleep(POLL_SECONDS)
-        if not server.listens:
-            await self.scale_down(server)
-
-    async def _watch_container(self, server: Deployed, process: asyncio.subprocess.Process) -> None:
-        while process.returncode is None:
-            idle = server.listens and not server.requests
-            if idle and time.monotonic() - server.idle_since > server.window:
-                await self.scale_down(server)
-            await asyncio.sleep(POLL_SECONDS)
-        server.listens = False
-        server.codes.append(process.returncode)
-        with contextlib.suppress(ProcessLookupError):  # a container takes all its processes along
-            os.killpg(process.pid, signal.SIGKILL)
-
-    async def scale_down(self, server: Deployed) -> None:
-        server.listens = False
-        if server.process is None:
-            return
-        with contextlib.suppress(TimeoutError, ProcessLookupError):
-            server.process.terminate()
-            await asyncio.wait_for(server.process.wait(), EXIT_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.process.pid, signal.SIGKILL)
-        await server.process.wait()
-
-    async def close(self, server: Deployed) -> None:
-        await self.scale_down(server)
-        if server.runner is not None:
-            await server.runner.cleanup()
+    async def _start_function(self, function: Function, url: str) -> Container:
+        """It trusts the plane's authority, as it would trust the world's."""
+        trusted = {"SSL_CERT_FILE": self.plane.environment["SSL_CERT_FILE"]}
+        return await self._start_container(function.app_id, function.definition, url, trusted)

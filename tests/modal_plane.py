@@ -29,8 +29,10 @@ from modal._utils.grpc_utils import custom_detail_codec
 from modal_proto import api_grpc, task_command_router_grpc
 from modal_proto import api_pb2 as api
 
-from .modal_apps import Apps, Deployed
+from .modal_apps import Apps
+from .modal_functions import Function, Worker
 from .modal_sandboxes import HOST, Result, Router, Sandbox, Sandboxes, logged, new_id, new_jwt
+from .modal_servers import Server as DeployedServer
 
 BUILDER = "2025.06"
 
@@ -138,6 +140,8 @@ class ModalPlane:
         self.token = ("ak-" + secrets.token_hex(8), "as-" + secrets.token_hex(8))
         self.proxy_token = ("wk-" + secrets.token_hex(8), "ws-" + secrets.token_hex(8))
         self.capacity = True
+        self.preemptions = 0
+        """How many more containers of functions are lost as soon as they have an input."""
         self.calls: Counter[str] = Counter()
         self.faults: dict[str, list[GRPCError]] = {}
         """By call: what its next ones fail with."""
@@ -156,9 +160,13 @@ class ModalPlane:
         return [one for one in self.control.sandboxes.values() if one.result is None]
 
     @property
-    def servers(self) -> list[Deployed]:
+    def servers(self) -> list[DeployedServer]:
         published = self.control.apps.values()
         return [one for one in self.control.servers.values() if one.app_id in published]
+
+    @property
+    def functions(self) -> list[Function]:
+        return list(self.control.functions.values())
 
     def commands(self, sandbox: Sandbox) -> list[str]:
         """Those that its image is built with, from the base up."""
@@ -176,9 +184,9 @@ class ModalPlane:
         result = Result(status=Result.GENERIC_STATUS_FAILURE, exitcode=137, exception="lost")
         self._do(self.control.end(sandbox, result))
 
-    def scale_down(self, server: Deployed) -> None:
-        """What a server's container sees of the end of its window, or of a preemption."""
-        self._do(self.control.scale_down(server))
+    def scale_down(self, server: DeployedServer) -> None:
+        """What a server's containers see of the end of their window, or of a preemption."""
+        self._do(server.scale_down())
 
     def watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -200,10 +208,10 @@ class ModalPlane:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _open(self) -> None:
-        self.router_url = await self._serve(
+        self.router_url = await self.serve(
             task_command_router_grpc.TaskCommandRouterBase, Router(self.control)
         )
-        url = await self._serve(api_grpc.ModalClientBase, self.control)
+        url = await self.serve(api_grpc.ModalClientBase, self.control)
         certificate = self.folder / "authority.pem"
         self._authority.cert_pem.write_to_path(str(certificate))
         self.environment = {
@@ -218,8 +226,8 @@ class ModalPlane:
     async def _close(self) -> None:
         for sandbox in self.running:
             await self.control.end(sandbox, Result(status=Result.GENERIC_STATUS_TERMINATED))
-        for deployed in self.control.servers.values():
-            await self.control.close(deployed)
+        for one in (*self.control.servers.values(), *self.control.functions.values()):
+            await one.close()
         for server in self._servers:
             server.close()
             await server.wait_closed()
@@ -228,7 +236,7 @@ class ModalPlane:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
-    async def _serve(self, base: type[Any], service: Control | Router) -> str:
+    async def serve(self, base: type[Any], service: Control | Router | Worker) -> str:
         handlers = {name: self._handler(name, service) for name in base.__abstractmethods__}
         server = Server(
             [type("Service", (base,), handlers)()], status_details_codec=custom_detail_codec
@@ -238,7 +246,7 @@ class ModalPlane:
         assert server._server is not None
         return "http://{}:{}".format(*server._server.sockets[0].getsockname())
 
-    def _handler(self, name: str, service: Control | Router) -> Any:
+    def _handler(self, name: str, service: Control | Router | Worker) -> Any:
         method = getattr(service, name, None)
 
         async def handle(_: Any, stream: Any) -> None:

@@ -65,10 +65,16 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(11)}"  # 22 characters: what is longer is another generation
 
 
-def new_jwt() -> str:
-    parts = ({"alg": "none"}, {"exp": time.time() + 3600})
+def new_jwt(**claims: Any) -> str:
+    parts = ({"alg": "none"}, {"exp": time.time() + 3600, **claims})
     encoded = (base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts)
     return b".".join([*encoded, b"x"]).decode()
+
+
+def claims(jwt: str) -> dict[str, Any]:
+    encoded = jwt.split(".")[1]
+    found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(encoded + -len(encoded) % 4 * "="))
+    return found
 
 
 def free_port() -> int:
