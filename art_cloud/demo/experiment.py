@@ -46,7 +46,7 @@ class Experiment(Generic[TaskT]):
     tasks: Callable[[int], Sequence[TaskT]]
     """What a step is trained on: a group for each task. A function of the step alone."""
     held_out: Sequence[TaskT]
-    warm_up: Sequence[Messages] = ()
+    warm_up: Sequence[Trajectory | Messages] = ()
     """Conversations that teach the format, not the skill, to a model made on the spot."""
     warm_up_config: SFTConfig = field(default_factory=SFTConfig)
     config: TrainConfig = field(default_factory=TrainConfig)
