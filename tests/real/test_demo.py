@@ -20,7 +20,16 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.timeout(900)
 def test_an_agent_learns_and_its_control_does_not(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ART_CLOUD, "demo", "--control", "--json", "--plot", tmp_path / "plot.png"],
+        [
+            ART_CLOUD,
+            "demo",
+            "--steps",
+            "20",
+            "--control",
+            "--json",
+            "--plot",
+            tmp_path / "plot.png",
+        ],
         env=os.environ | {"ART_CLOUD_HOME": str(tmp_path / "home")},
         stdout=subprocess.PIPE,
         text=True,
