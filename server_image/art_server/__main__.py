@@ -31,6 +31,7 @@ from art_cloud.names import check_name, whole_path
 from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
 
 if TYPE_CHECKING:
+    from .jobs import Journal
     from .models import Models
     from .runtime import Runtime
 
@@ -61,6 +62,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--durability", choices=["sync", "async"], default="sync",
                         help="a job is done once its step is in the store, or once it is served "
                         "(the next one waits for the store)")  # fmt: skip
+    parser.add_argument(
+        "--read-only",
+        action="store_true",
+        help="serve what others trained, as new as it is in the store",
+    )
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python that has vLLM; without "
                         "it, $ART_VLLM_PYTHON or this one")  # fmt: skip
@@ -130,6 +136,16 @@ def make_state_folder(state: Path) -> Path:
     return state
 
 
+def open_journal(state: Path, *, read_only: bool) -> Journal:
+    """Raises `ConfigError` if it is another server's, or has what a reader must not do."""
+    from .jobs import Journal
+
+    journal = Journal(state / "journal.sqlite")
+    if read_only and journal.models():
+        raise ConfigError(f"{state} is of a server that trains: --read-only needs another --state.")
+    return journal
+
+
 class Server(uvicorn.Server):
     """uvicorn, but signals are not its business: the running job is finished or left first."""
 
@@ -168,7 +184,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     # after the cheap checks, since these import torch
     from .app import make_app
-    from .jobs import Jobs, Journal
+    from .jobs import Jobs
     from .programs import Programs
     from .runtime import Runtime, Settings
 
@@ -183,7 +199,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     last_resort = exit_after(min(BOOT_SECONDS, life_left), "it does not come up")
 
     stop = asyncio.Event()
-    journal = Journal(state / "journal.sqlite")  # first: it keeps a second server out of the folder
+    journal = open_journal(state, read_only=options.read_only)  # first: it keeps others out
     runtime = Runtime(
         Settings(
             state=state,
@@ -193,6 +209,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
             placement=options.placement,
             name=name,
             durability=options.durability,
+            read_only=options.read_only,
         )
     )
     programs = Programs(runtime, max_bytes)

@@ -25,6 +25,7 @@ from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import (
     ArtCloudError,
     AuthError,
+    ConflictError,
     InvalidRequestError,
     RequestTooLargeError,
 )
@@ -59,6 +60,9 @@ from .trajectory_log import write_logged
 
 LOOKING = "/art/v1/server"
 """Whoever watches a server does not use it."""
+ART = "/art/v1/"
+HARMLESS = ("/art/v1/lease", "/art/v1/credentials")
+"""What is sent to a server that only reads, too."""
 
 
 class Routes:
@@ -278,7 +282,8 @@ def make_app(
         },
         lifespan=lifespan,
     )
-    return Gate(app, token, sessions, max_bytes, guardian.touch)
+    read_only = runtime.settings.read_only
+    return Gate(app, token, sessions, max_bytes, guardian.touch, read_only=read_only)
 
 
 class Gate:
@@ -291,12 +296,15 @@ class Gate:
         sessions: Sessions,
         max_bytes: int,
         touch: Callable[[], None],
+        *,
+        read_only: bool,
     ) -> None:
         self.app = app
         self.expected = f"Bearer {token}".encode()
         self.sessions = sessions
         self.max_bytes = max_bytes
         self.touch = touch
+        self.read_only = read_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -319,6 +327,7 @@ class Gate:
 
         try:
             self._check_key(scope["path"], headers.get(b"authorization", b""))
+            self._check_harmless(scope["method"], scope["path"])
             if int(headers.get(b"content-length", b"0")) > self.max_bytes:
                 raise self._too_large()
         except ArtCloudError as error:
@@ -332,6 +341,14 @@ class Gate:
             self.sessions.check_key(path, authorization)
         elif not hmac.compare_digest(authorization, self.expected):
             raise AuthError("Incorrect API key provided: this server needs its own token.")
+
+    def _check_harmless(self, method: str, path: str) -> None:
+        writes = path.startswith(ART) and method != "GET" and path not in HARMLESS
+        if self.read_only and writes:
+            raise ConflictError(
+                f"{method} {path}: this server only serves what is in the store (--read-only). Ask "
+                "the one that trains."
+            )
 
     def _too_large(self) -> RequestTooLargeError:
         return RequestTooLargeError(

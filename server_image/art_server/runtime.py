@@ -41,6 +41,7 @@ from .inference import Engine, EngineStats
 from .inference.placement import Mode
 from .inference.vllm_process import find_python
 from .models import Models
+from .stored_models import StoredModels
 from .training import BaseModel, Trainer, load_base
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Settings:
     name: str = "server"
     """Of the cluster."""
     durability: Durability = "sync"
+    read_only: bool = False
+    """Serve what the store has; make nothing."""
 
 
 class Runtime:
@@ -76,13 +79,15 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._vllm_python = find_python(settings.vllm_python) if settings.engine == "vllm" else None
-        self.store = open_store(settings.store, create=True)
+        self.store = open_store(settings.store, create=not settings.read_only)
         self.cache = settings.state / "cache"
         shutil.rmtree(self.cache, ignore_errors=True)
         self.cache.mkdir(parents=True)
         self.base: BaseModel | None = None
         self.loading_seconds: float | None = None
         self.models = Models()
+        if settings.read_only:
+            self.models = StoredModels(lambda name: self.checkpoints(name).newest(), self.open_base)
         self.writer = Writer(
             cluster=settings.name, host=socket.gethostname(), started_at=datetime.now(UTC)
         )
@@ -220,10 +225,11 @@ class Runtime:
         return self.cache / kind / manifest.project / manifest.model / step
 
     def fetch(self, manifest: Manifest) -> Path:
-        """The step's files on this machine."""
+        """The step's files on this machine; where nothing is trained, those that are served."""
         folder = self.folder(manifest)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return self.checkpoints(manifest.name).fetch(manifest, folder)
+        only = "adapter/" if self.settings.read_only else ""
+        return self.checkpoints(manifest.name).fetch(manifest, folder, only=only)
 
     def fetch_reference(self, name: ModelName, step: int) -> Path:
         """The adapter that a KL penalty pulls towards, where no unloading removes it."""
