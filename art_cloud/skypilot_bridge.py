@@ -1,4 +1,4 @@
-"""Calls to SkyPilot, each a process of `launch/skypilot/bridge.py` in a Python that has SkyPilot.
+"""Calls to SkyPilot, by `launch/skypilot/bridge.py` in a Python that has SkyPilot.
 
 SkyPilot pins versions that ours do not agree with, so it may have an environment of its own; where
 its API server runs is its own business (`sky api login`, SKYPILOT_API_SERVER_ENDPOINT).
@@ -10,14 +10,16 @@ import asyncio
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections import deque
+import tempfile
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import (
     ArtCloudError,
@@ -83,46 +85,66 @@ async def lines(name: str, /, **arguments: Any) -> AsyncIterator[str]:
 
 async def _messages(name: str, arguments: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The lines that the bridge answers; the last one has the result."""
-    request = json.dumps({"call": name, **arguments}).encode()
-    async with _bridge() as (process, said):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(request)
-        process.stdin.write_eof()
-        async for line in process.stdout:
+    bridge = Bridge.of(find_python())
+    reader, writer = await asyncio.open_connection(sock=bridge.connect(), limit=LINE_BYTES)
+    try:
+        writer.write(json.dumps({"call": name, **arguments}).encode() + b"\n")
+        async for line in reader:
             message = json.loads(line)
             if "error" in message:
                 raise _meant(message["error"], message["message"])
             yield message
             if "result" in message:
                 return
-        await process.wait()
-        why = said[-1] if said else f"exit code {process.returncode}"
-        raise ProviderError(f"SkyPilot can't be asked, its program ended: {why}. Try: sky status")
-
-
-@asynccontextmanager
-async def _bridge() -> AsyncIterator[tuple[Process, deque[str]]]:
-    """Its process, which ends with the block, and the last lines that it writes beside answers."""
-    command = [find_python(), str(LAUNCH / "skypilot" / "bridge.py")]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=LINE_BYTES
-    )
-    said: deque[str] = deque(maxlen=20)
-    reading = asyncio.create_task(_keep(process, said))
-    try:
-        yield process, said
+    except ConnectionError:
+        pass  # it ended: what it said tells why
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await reading
+        writer.close()
+    raise ProviderError(
+        f"SkyPilot can't be asked, its program ended: {bridge.last_words()}. Try: sky status"
+    )
 
 
-async def _keep(process: Process, said: deque[str]) -> None:
-    assert process.stderr is not None
-    async for line in process.stderr:
-        said.append(line.decode(errors="replace").rstrip())
+class Bridge:
+    """A Python that has imported SkyPilot, which takes seconds, and forks for each call."""
+
+    _running: ClassVar[dict[object, Bridge]] = {}
+    _starting = threading.Lock()
+
+    def __init__(self, python: str) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        self._sockets, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, str(LAUNCH / "skypilot" / "bridge.py"), "serve"],
+                stdin=theirs.fileno(),
+                stdout=self._said,
+                stderr=self._said,
+            )
+
+    @classmethod
+    def of(cls, python: str) -> Bridge:
+        """One for each Python, user and API server, for as long as this process lives."""
+        theirs = {k: v for k, v in os.environ.items() if k == "HOME" or k.startswith("SKYPILOT_")}
+        key = (os.getpid(), python, frozenset(theirs.items()))
+        with cls._starting:
+            found = cls._running.get(key)
+            if found is None or found._process.poll() is not None:
+                found = cls._running[key] = cls(python)
+            return found
+
+    def connect(self) -> socket.socket:
+        """For one call; to close it ends what was asked."""
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(BrokenPipeError):
+            socket.send_fds(self._sockets, [b"1"], [theirs.fileno()])
+        return ours
+
+    def last_words(self) -> str:
+        code = self._process.poll()
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
 
 
 def _meant(name: str, message: str) -> ArtCloudError:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One call to SkyPilot, in a Python that has it: art-cloud itself does without its dependencies.
+"""Calls to SkyPilot, in a Python that has it: art-cloud itself does without its dependencies.
 
     echo '{"call": "list"}' | python bridge.py
 
@@ -7,15 +7,22 @@ The request is a JSON object on standard input, so that secrets stand neither in
 disk: `call` names a function below, the rest are its arguments. Each line of standard output is a
 JSON object: {"log": ...} while it goes on, and at the end {"result": ...}, or {"error": ...,
 "message": ...} with the name of SkyPilot's exception.
+
+To import SkyPilot takes seconds, so art-cloud does it once: standard input of `bridge.py serve` is
+a socket that hands over other sockets. On each a request comes and is answered, by a process that
+ends when the other side closes it. All of them end with the program that started this one.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
 import os
 import re
+import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +35,7 @@ import yaml
 from sky import exceptions
 from sky.client import sdk
 from sky.client.cli import command
+from sky.utils import cluster_utils
 
 PREFIX = "art-cloud-"
 """Of the names of our clusters at SkyPilot."""
@@ -255,10 +263,6 @@ def plain(text: str) -> str:
     return ANSI.sub("", text)
 
 
-def answer(**message: Any) -> None:
-    print(json.dumps(message), file=OUT, flush=True)
-
-
 CALLS: dict[str, Callable[..., Any]] = {
     "offers": offers,
     "launch": launch,
@@ -269,25 +273,53 @@ CALLS: dict[str, Callable[..., Any]] = {
     "check": check,
 }
 OUT = os.fdopen(os.dup(1), "w")
-"""SkyPilot prints to standard output: its place is standard error."""
+"""For answers. SkyPilot prints to standard output: its place is standard error."""
 
 
-def end_with(parent: int) -> None:
-    """Nobody asks any more once whoever started this is gone."""
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os._exit(1)
+def answer(**message: Any) -> None:
+    print(json.dumps(message), file=OUT, flush=True)
 
 
-def main() -> None:
-    os.dup2(2, 1)
-    threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
-    request = json.load(sys.stdin)
+def handle(request: dict[str, Any]) -> None:
     try:
         answer(result=CALLS[request.pop("call")](**request))
     except Exception as error:
         message = plain(str(error)).strip()
         answer(error=type(error).__name__, message=message or type(error).__name__)
+
+
+def serve() -> None:
+    """Each socket that comes becomes standard input and `OUT` of a process of its own."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    sockets = socket.socket(fileno=0)
+    while handed := socket.recv_fds(sockets, 1, 1)[1]:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                for place in (0, OUT.fileno()):
+                    os.dup2(handed[0], place)
+                os.close(handed[0])
+                importlib.reload(cluster_utils)  # a lock that it makes takes no fork
+                request = json.loads(sys.stdin.readline())
+                threading.Thread(target=end_with_standard_input, daemon=True).start()
+                handle(request)
+            finally:
+                os._exit(0)
+        os.close(handed[0])
+
+
+def end_with_standard_input() -> None:
+    """Nobody waits for the answer once the other side has closed it."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    os.dup2(2, 1)
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        handle(json.load(sys.stdin))
 
 
 if __name__ == "__main__":
