@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from uuid import uuid4
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, RootModel, ValidationError
 
-from .errors import ArtCloudError, JobError, NotFoundError, RivalError
-from .http import ServerClient, error_of, parse, path_of
+from .errors import ArtCloudError, NotFoundError, RivalError, ServerError
+from .http import ServerClient, complaint, error_of, parse, path_of
 from .names import ModelName
 from .progress import Bar, progress, say, say_once
-from .protocol import CheckpointInfo, JobEvent, JobInfo, RegisterRequest, StepResult
+from .protocol import CheckpointInfo, ErrorBody, JobEvent, JobInfo, RegisterRequest, StepResult
 
 RESUBMISSIONS = 10
 """How often a call is sent again to a server that was replaced and does not know it."""
@@ -71,13 +71,12 @@ class Calls:
         for attempt in count(1):
             try:
                 await self._release_durable(name)
-                ended = await self._run(self._server, call, bar)
-                break
+                return await self._run(self._server, call, bar)
             except NotFoundError:
                 if attempt == RESUBMISSIONS or name not in self._registered:
                     raise
                 await self._register(self._server, name, self._registered[name], bar)
-        return _result(ended)
+        raise AssertionError
 
     async def go_on_at(self, server: ServerClient) -> None:
         """Prepare another server, to which the calls of this client will go from now on."""
@@ -96,8 +95,8 @@ class Calls:
                 say(f"{policies}: not known to be in the store: {error}")
                 kept.clear()
 
-    async def _run(self, server: ServerClient, call: _Call, bar: Bar) -> JobInfo:
-        """The job of a call, ended.
+    async def _run(self, server: ServerClient, call: _Call, bar: Bar) -> StepResult:
+        """What came of a call's job, at its end.
 
         Raises:
             NotFoundError: the server does not know the model or, any more, the job.
@@ -106,14 +105,14 @@ class Calls:
         job = parse(JobInfo, sent)
         async for event in server.events(job.id):
             _show(bar, event)
-        return parse(JobInfo, await server.call("GET", f"jobs/{job.id}"))
+        return _result(event)
 
     async def _register(
         self, server: ServerClient, name: ModelName, request: RegisterRequest, bar: Bar
     ) -> StepResult:
         for attempt in count(1):
             try:
-                found = _result(await self._run(server, _Call("PUT", path_of(name), request), bar))
+                found = await self._run(server, _Call("PUT", path_of(name), request), bar)
                 return await self._replay(server, name, found, bar) if self._kept[name] else found
             except NotFoundError:
                 if attempt == RESUBMISSIONS:
@@ -138,7 +137,7 @@ class Calls:
                     "again, or fork an earlier step."
                 )
             say(f"{call.result.policy} was not durable when its server was lost: made again.")
-            found = call.result = _result(await self._run(server, call, bar))
+            found = call.result = await self._run(server, call, bar)
         self._kept[name][:] = [c for c in lacking if c.result and not c.result.durable]
         return found
 
@@ -172,12 +171,17 @@ class Calls:
         return parse(JobInfo, await self._server.call("GET", f"jobs/{call.id}"))
 
 
-def _result(ended: JobInfo) -> StepResult:
-    if ended.state == "failed" and ended.error is not None:
-        raise error_of(ended.error)
-    if ended.result is None:
-        raise JobError(f"Job {ended.id} is {ended.state} and left no result. See the logs.")
-    return ended.result
+def _result(last: JobEvent) -> StepResult:
+    """What a job's last event says: its result, or why there is none."""
+    try:
+        if last.type == "failed":
+            raise error_of(ErrorBody.model_validate(last.data))
+        return StepResult.model_validate(last.data)
+    except ValidationError as error:
+        raise ServerError(
+            f"The server's last word on a job is not understood: {complaint(error)}. Are client "
+            "and server of the same version?"
+        ) from error
 
 
 def _show(bar: Bar, event: JobEvent) -> None:

@@ -177,8 +177,8 @@ class JobInfo(Received):
 
 
 class JobEvent(Received):
-    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`;
-    a `warning` is of the server."""
+    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`,
+    whose `data` is the job's `StepResult` or `ErrorBody`; a `warning` is of the server."""
 
     number: int
     type: Literal["queued", "started", "progress", "warning", "done", "failed"]

@@ -7,6 +7,7 @@ another version at a chosen moment. The art-server's own tests are in `contract`
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -157,7 +158,9 @@ class StandIn:
             return error("unknown job", "not_found", 404)
         after = int(request.headers.get("last-event-id", "0"))
         self.last_event_ids.append(str(after))
-        types = ["queued", "started", "progress", self.jobs[id]["state"]]
+        job = self.jobs[id]
+        types = ["queued", "started", "progress", job["state"]]
+        said = [{}, {}, {"done": 1, "total": 2}, job.get("result") or job.get("error")]
         script = self.scripts.pop(0) if self.scripts else list(range(after + 1, len(types) + 1))
 
         async def stream() -> AsyncIterator[ServerSentEvent]:
@@ -170,12 +173,8 @@ class StandIn:
                 if isinstance(item, str):
                     yield ServerSentEvent(item)
                     continue
-                data = '{"done": 1, "total": 2}' if types[item - 1] == "progress" else "{}"
-                yield ServerSentEvent(
-                    f'{{"number": {item}, "type": "{types[item - 1]}", '
-                    f'"time": "{NOW}", "data": {data}}}',
-                    id=str(item),
-                )
+                event = {"number": item, "type": types[item - 1], "time": NOW}
+                yield ServerSentEvent(json.dumps(event | {"data": said[item - 1]}), id=str(item))
 
         return EventSourceResponse(stream())
 
