@@ -74,8 +74,14 @@ class AttachedBackend(Backend):
             self._pinging = asyncio.create_task(self._ping())
         return self
 
+    @property
+    def inference_url(self) -> str:
+        return self._endpoint.inference_url or self.url
+
     async def back(self) -> str:
         """Wait until the server answers, with the models of this program if it was asleep."""
+        if self.inference_url != self.url:
+            return await self._awake(self.inference_url)
         url = await super().back()
         if self._endpoint.sleeps:
             async with self._replacing:
@@ -83,6 +89,15 @@ class AttachedBackend(Backend):
                 if started_at != self._seen:
                     await self._calls.go_on_at(self._server)
                     self._seen = started_at
+        return url
+
+    async def _awake(self, url: str) -> str:
+        patience = self._server.patience
+        server = ServerClient(url, self._token, patience=patience, headers=self._headers)
+        try:
+            await server.call("GET", "server")
+        finally:
+            await server.close()
         return url
 
     async def close(self) -> None:

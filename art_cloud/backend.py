@@ -89,6 +89,11 @@ class Backend:
     def url(self) -> str:
         return self._server.url
 
+    @property
+    def inference_url(self) -> str:
+        """Where completions are answered: at `url`, unless others do it for this server."""
+        return self.url
+
     def __repr__(self) -> str:
         return f"Backend({self.url!r})" if self.tunnel is None else f"Backend({self.tunnel!r})"
 
@@ -143,7 +148,7 @@ class Backend:
             model.attach(self)
             return await self._track(model, trackers, server)
         await self.prepare(model)
-        model.attach(self, f"{self.url}/v1", self._token, self._headers)
+        model.attach(self, f"{self.inference_url}/v1", self._token, self._headers)
         if not any(known is model for known in self._models):
             self._models.append(model)
         await self._track(model, trackers, server)

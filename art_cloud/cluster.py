@@ -233,12 +233,14 @@ def connect(
     name: str | None = None,
     headers: Mapping[str, str] | None = None,
     sleeps: bool = False,
+    inference_url: str | None = None,
 ) -> Connect:
     """Connect to a server that someone else runs, or to a recorded cluster by its `name`.
 
     Args:
         headers: What a proxy before the server at `url` asks for in every request.
         sleeps: It scales to zero: wait while it wakes, and don't keep it awake.
+        inference_url: Where completions are answered, if not at `url`.
 
     Returns:
         An object for `async with` or `await`; both give a `Backend`. Nothing is started or ended.
@@ -254,7 +256,8 @@ def connect(
     assert url is not None
     assert token is not None
     secrets = {key: SecretStr(value) for key, value in (headers or {}).items()}
-    return Connect((Endpoint(url=url, headers=secrets, sleeps=sleeps), token))
+    endpoint = Endpoint(url=url, headers=secrets, sleeps=sleeps, inference_url=inference_url)
+    return Connect((endpoint, token))
 
 
 class Connect:

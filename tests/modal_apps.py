@@ -197,6 +197,12 @@ class Apps(Calls):
             function=ranked(self._definition(id_)),
         )
 
+    async def FlashContainerList(self, request: Any) -> Any:
+        server = self.servers[request.function_id]
+        listed = api.FlashContainerListResponse.Container
+        containers = [listed(port=one.port) for one in server.containers if one.listens]
+        return api.FlashContainerListResponse(containers=containers)
+
     async def ContainerHello(self, _: Any) -> Any:
         return Empty()
 

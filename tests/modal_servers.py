@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,7 +42,8 @@ class Running:
     port: int
     listens: bool = False
     requests: int = 0
-    served: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
+    """For how often, by path."""
     idle_since: float = 0.0
 
 
@@ -103,7 +105,7 @@ class Server:
         if least is None:
             return web.Response(status=503, text="modal-http: no container")
         least.requests += 1
-        least.served += 1
+        least.asked[request.path] += 1
         try:
             return await self._pass_on(least, request)
         except aiohttp.ClientError:

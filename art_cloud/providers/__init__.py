@@ -133,6 +133,8 @@ class Endpoint(Frozen):
     sleeps: bool = False
     """Whether the server scales to zero: a request wakes it, so nobody asks without need, and
     whoever does waits."""
+    inference_url: str | None = None
+    """Where completions are answered, if not at `url`: by servers that only read the store."""
 
     @property
     def plain_headers(self) -> dict[str, str]:

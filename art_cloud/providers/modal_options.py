@@ -54,10 +54,12 @@ class Options(Frozen):
     """MiB."""
     serverless: bool = False
     """Scale to zero: a request starts the server, and `idle` without any ends it."""
+    replicas: int = Field(default=0, ge=0)
+    """Containers beside the one that trains that answer completions, at most; serverless only."""
 
     @property
     def price(self) -> float:
-        """US dollars an hour."""
+        """US dollars an hour, while all containers run."""
         name, _, count = self.gpu.partition(":")
         name = {"A100": "A100-40GB", "A10G": "A10"}.get(name.upper(), name.upper().rstrip("!"))
         if name not in PRICES or not (count.isdecimal() or not count) or count == "0":
@@ -67,17 +69,20 @@ class Options(Frozen):
                 + (f"Did you mean {' or '.join(near)}? " if near else "")
                 + f"It has {', '.join(PRICES)}; gpu='H100:2' asks for two."
             )
-        return PRICES[name] * int(count or 1)
+        return PRICES[name] * int(count or 1) * (1 + self.replicas)
 
 
 def options_of(spec: ClusterSpec) -> Options:
     try:
-        return Options.model_validate(spec.options)
+        options = Options.model_validate(spec.options)
     except ValidationError as error:
         known = ", ".join(Options.model_fields)
         raise ConfigError(
             f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
         ) from error
+    if options.replicas and not options.serverless:
+        raise ConfigError('up("modal", replicas=...) is for serverless=True.')
+    return options
 
 
 @contextmanager

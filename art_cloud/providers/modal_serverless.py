@@ -25,7 +25,7 @@ from .modal_options import EXTRAS, PYTHON, Options, errors
 
 PREFIX = "art-serverless-"
 LONGEST_NAME = 63 - len(PREFIX)
-SERVER = "ArtServer"
+SERVER, REPLICA = "ArtServer", "ArtReplica"
 LONGEST_WINDOW = 1200.0
 """Seconds without a request, at most, that Modal lets a container wait."""
 PROXY_TOKEN = ("MODAL_PROXY_TOKEN_ID", "MODAL_PROXY_TOKEN_SECRET")
@@ -81,11 +81,18 @@ async def exists(name: str) -> bool:
 async def endpoint(name: str) -> Endpoint | None:
     """Where the server answers, awake or not; None if there is no such app."""
     with errors(f"reach {name}"):
-        try:
-            url = await modal.Server.from_name(PREFIX + name, SERVER).get_url.aio()
-        except ModalNotFoundError:
-            return None
-    return Endpoint(url=url, headers=proxy_headers(), sleeps=True) if url else None
+        url, inference_url = [await _url(name, server) for server in (SERVER, REPLICA)]
+    if url is None:
+        return None
+    headers = proxy_headers()
+    return Endpoint(url=url, headers=headers, sleeps=True, inference_url=inference_url)
+
+
+async def _url(name: str, server: str) -> str | None:
+    try:
+        return await modal.Server.from_name(PREFIX + name, server).get_url.aio()
+    except ModalNotFoundError:
+        return None
 
 
 async def instances() -> list[Instance]:
@@ -94,13 +101,19 @@ async def instances() -> list[Instance]:
             Instance(
                 name=app.name.removeprefix(PREFIX),
                 provider="modal",
-                state="running" if app.containers else "asleep",
+                state="running" if app.containers and await _is_awake(app.name) else "asleep",
                 started_at=(await get_app_lifecycle.aio(app.app_id)).created_at,
-                detail=app.app_id,
+                detail=f"{app.app_id}, containers: {app.containers}",
             )
             for app in await list_deployed_apps.aio()
             if app.name.startswith(PREFIX)
         ]
+
+
+async def _is_awake(app: str) -> bool:
+    """Whether the server that trains is, and not only replicas: then it is asked how it does."""
+    server = modal.Server.from_name(app, SERVER)
+    return bool(await server._experimental_list_containers.aio())
 
 
 async def terminate(name: str) -> None:
@@ -140,6 +153,7 @@ async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[st
         "cpu": options.cpu,
         "memory": options.memory,
         "window": int(min(spec.idle_seconds, LONGEST_WINDOW)),
+        "replicas": options.replicas,
     }
 
 

@@ -28,6 +28,7 @@ class Job:
     """One group of rollouts, and the server that it asks."""
 
     url: str
+    inference_url: str
     token: str
     headers: dict[str, str]
     model: dict[str, Any]
@@ -40,7 +41,13 @@ async def roll_out(job: dict[str, Any]) -> str:
     """The group as JSON: ids and logprobs of what was sampled come along."""
     asked = Job(**job)
     model = art.TrainableModel.model_validate(asked.model)
-    async with art.connect(asked.url, asked.token, headers=asked.headers, sleeps=True) as backend:
+    async with art.connect(
+        asked.url,
+        asked.token,
+        headers=asked.headers,
+        sleeps=True,
+        inference_url=asked.inference_url,
+    ) as backend:
         await model.register(backend)
         return (await group(model, asked.country, asked.attempts)).model_dump_json()
 
@@ -63,6 +70,7 @@ def job_of(model: art.TrainableModel[Any], country: str, attempts: int) -> Job:
     headers = {"Modal-Key": "MODAL_PROXY_TOKEN_ID", "Modal-Secret": "MODAL_PROXY_TOKEN_SECRET"}
     return Job(
         url=backend.url,
+        inference_url=backend.inference_url,
         token=model.inference_api_key,
         headers={name: os.environ[variable] for name, variable in headers.items()},
         model=model.model_dump(include={"name", "project", "base_model", "lora"}),

@@ -1,10 +1,14 @@
 """art-server on Modal, from zero: a request starts it, and after a while without any it ends.
 
+One container trains. Where there are `replicas`, they answer completions, at an address of their
+own: they read the steps from the store.
+
 `art.up("modal", serverless=True, ...)` deploys this file. By hand: launch/modal/README.md.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -41,6 +45,10 @@ class Deployment:
     startup: int = 1200
     """Seconds until the server listens: weights may have to be downloaded."""
     port: int = 8321
+    replicas: int = 0
+    """Containers that answer completions beside the one that trains, at most."""
+    concurrency: int = 32
+    """Requests at once for one of them; with more, another starts."""
 
 
 here = Deployment(**json.loads(os.environ.get(VARIABLE, "{}")))
@@ -57,7 +65,8 @@ def image() -> modal.Image:
     return base.uv_pip_install(here.requirement)
 
 
-@app.server(
+server = functools.partial(
+    app.server,
     image=image(),
     gpu=here.gpu,
     compute_region=here.region,
@@ -69,13 +78,16 @@ def image() -> modal.Image:
     port=here.port,
     startup_timeout=here.startup,
     scaledown_window=here.window,
-    max_containers=1,  # one trainer: a second server would be a rival of the first
 )
-class ArtServer:
+
+
+class Container:
+    flags = here.flags
+
     @modal.enter()
     def start(self) -> None:
         command = ["art-server", "--host", "0.0.0.0", "--port", str(here.port)]  # noqa: S104
-        command += ["--state", "art-server", *here.flags]
+        command += ["--state", "art-server", *self.flags]
         self.ending = False
         self.server = subprocess.Popen(command)
         threading.Thread(target=self.follow, daemon=True).start()
@@ -92,3 +104,15 @@ class ArtServer:
         self.ending = True
         self.server.terminate()
         self.server.wait()
+
+
+@server(max_containers=1)  # a second trainer would be a rival of the first
+class ArtServer(Container):
+    pass
+
+
+if here.replicas:
+
+    @server(max_containers=here.replicas, target_concurrency=here.concurrency)
+    class ArtReplica(Container):
+        flags = [*here.flags, "--read-only"]

@@ -22,6 +22,7 @@ from ..modal_plane import ModalPlane, modal_plane
 
 ROOT = Path(__file__).parents[2]
 NAME = "agent"
+COMPLETIONS = "/v1/chat/completions"
 WINDOW = 4.0
 """Seconds without a request, after which the plane ends a container."""
 
@@ -90,6 +91,43 @@ async def test_from_zero_to_zero_and_back(
         assert backend._token not in "\n".join(lines)
     assert await fleet.status() == []
     assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
+
+
+async def test_inference_scales_out_and_one_server_trains(
+    plane: ModalPlane, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = art.TrainableModel(name="agent", project="modal", base_model=str(tiny_model))
+    store = (tmp_path / "store").as_uri()
+    async with art.up(
+        "modal", name=NAME, gpu="H100", serverless=True, replicas=2, store=store
+    ) as backend:
+        trains, answers = plane.servers
+        await model.register(backend)
+        assert (await backend.train(model, await group(model))).step == 1
+        assert await fleet.status()
+
+        async def ask_many() -> set[str]:
+            rollouts = await asyncio.gather(*(rollout(model, 0.0) for _ in range(40)))
+            return {one.samples()[0].policy for one in rollouts}
+
+        async with asyncio.timeout(60):
+            while len([one for one in answers.containers if one.listens]) < 2:
+                assert await ask_many() == {"modal/agent@1"}
+        assert (await backend.train(model, await group(model))).step == 2
+        before = [one.asked[COMPLETIONS] for one in answers.containers]
+        assert await ask_many() == {"modal/agent@2"}
+        after = [one.asked[COMPLETIONS] for one in answers.containers]
+        assert all(then < now for then, now in zip(before, after, strict=True))
+        assert COMPLETIONS not in trains.containers[0].asked
+        assert trains.starts == 1
+
+        await asyncio.to_thread(plane.scale_down, trains)
+        [found] = await fleet.status()
+        assert (found.state, trains.starts) == ("asleep", 1)
+        assert found.detail.endswith("containers: 2")
+        await ask_many()
+        assert trains.starts == 1
+    assert await fleet.status() == []
 
 
 async def test_nobody_wakes_it_without_a_proxy_token(plane: ModalPlane, tmp_path: Path) -> None:
