@@ -108,10 +108,11 @@ def prepare(options: argparse.Namespace) -> Place:
 
 
 def _small(experiment: Experiment[Any]) -> Experiment[Any]:
-    tasks = experiment.tasks
+    tasks, watched = experiment.tasks, experiment.watched
     return replace(
         experiment,
         tasks=lambda number: tasks(number)[:SMOKE_TASKS],
+        watched=watched and (lambda number: watched(number)[:SMOKE_TASKS]),
         held_out=experiment.held_out[:SMOKE_TASKS],
         warm_up=experiment.warm_up[:SMOKE_TASKS],
         steps=1,

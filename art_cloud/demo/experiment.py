@@ -54,6 +54,14 @@ class Experiment(Generic[TaskT]):
     group_size: int = 8
     score: Callable[[TrajectoryGroup], Awaitable[TrajectoryGroup | None]] | None = None
     """Gives a group its rewards, where the rollouts don't: a judge, say."""
+    watched: Callable[[int], Sequence[TaskT]] | None = None
+    """Tasks to follow the steps by, and not to train on, where `tasks` are no measure: games of an
+    agent against itself, say. A function of the step alone."""
+
+    @property
+    def curve(self) -> str:
+        """The metric in the store's history that says how well each step did."""
+        return f"{'trajectory' if self.watched is None else 'watched'}/{self.measure}"
 
 
 @dataclass
@@ -64,7 +72,7 @@ class Curve:
     """The metrics of the held-out tasks, by name."""
     after: dict[str, list[float]] = field(default_factory=dict)
     by_step: list[float] = field(default_factory=list)
-    """Mean of the measure over what each step was trained on, sampled before the step."""
+    """Mean of the measure over what each step was trained on (or watched by), sampled before it."""
 
 
 @dataclass
@@ -159,14 +167,15 @@ async def _learn(
             )
             if permute:
                 _permute_rewards(groups, number)
+            done = [one for group in groups for one in group]
+            if experiment.watched:
+                done = await _try(experiment, model, first + number, experiment.watched(number))
+                await model.log(done, split="watched", step=first + number)
             await backend.train(model, groups, experiment.config)
-            done = _metrics([one for group in groups for one in group])[experiment.measure]
-            bar.update(number + 1, note=f"{experiment.measure} {fmean(done):.3g}")
-    curve.by_step = [
-        row[f"trajectory/{experiment.measure}"]
-        for row in await model.history()
-        if f"trajectory/{experiment.measure}" in row
-    ]
+            reached = fmean(_metrics(done)[experiment.measure])
+            bar.update(number + 1, note=f"{experiment.measure} {reached:.3g}")
+    history = await model.history()
+    curve.by_step = [row[experiment.curve] for row in history if experiment.curve in row]
 
 
 def _permute_rewards(groups: Sequence[TrajectoryGroup], seed: int) -> None:
@@ -182,12 +191,21 @@ async def _evaluate(
     experiment: Experiment[Any], model: TrainableModel[Any], step: int, label: str
 ) -> dict[str, list[float]]:
     """Try the held-out tasks with the weights of `step`; the result is kept beside it."""
-    done = await gather_trajectories(
-        (experiment.rollout(model, task, step=step) for task in experiment.held_out),
-        pbar_desc=f"held-out tasks, {label}",
-    )
+    done = await _try(experiment, model, step, experiment.held_out, f"held-out tasks, {label}")
     await model.log(done, split="val", step=step)
     return _metrics(done)
+
+
+async def _try(
+    experiment: Experiment[Any],
+    model: TrainableModel[Any],
+    step: int,
+    tasks: Sequence[Any],
+    title: str | None = None,
+) -> list[Trajectory]:
+    return await gather_trajectories(
+        (experiment.rollout(model, task, step=step) for task in tasks), pbar_desc=title
+    )
 
 
 def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:

@@ -37,16 +37,28 @@ class Game:
 
     def play(self, move: str) -> None:
         """The agent's move, as it wrote it, and O's answer to it. Sets `outcome` at the end."""
-        move = move.strip()
-        if not move.isdecimal() or int(move) not in self.free():
-            self.outcome = "illegal"
-        elif not self._place("X", int(move), "win"):
-            self._place("O", self._random.choice(self.free()), "loss")
+        self.move(move)
+        if self.outcome is None:
+            self.answer()
 
-    def _place(self, player: str, number: int, if_won: Outcome) -> bool:
+    def move(self, move: str) -> None:
+        """The agent's move alone."""
+        if self._is_free(move):
+            self._place("X", int(move), "win")
+        else:
+            self.outcome = "illegal"
+
+    def answer(self, move: str = "") -> None:
+        """O's move; where `move` is none, O moves at random."""
+        square = int(move) if self._is_free(move) else self._random.choice(self.free())
+        self._place("O", square, "loss")
+
+    def _is_free(self, move: str) -> bool:
+        return move.strip().isdecimal() and int(move) in self.free()
+
+    def _place(self, player: str, number: int, if_won: Outcome) -> None:
         self.squares[number - 1] = player
         if any(all(self.squares[n] == player for n in line) for line in LINES):
             self.outcome = if_won
         elif not self.free():
             self.outcome = "draw"
-        return self.outcome is not None
