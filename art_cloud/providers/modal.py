@@ -11,9 +11,11 @@ Source of what Modal does: https://modal.com/docs/guide/sandboxes and .../sandbo
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import requires
 from typing import Any
 
 import modal
@@ -21,7 +23,8 @@ from modal.exception import AlreadyExistsError, ExecutionError
 from modal.exception import Error as ModalError
 from modal.exception import NotFoundError as ModalNotFoundError
 
-from ..errors import LaunchError, NotFoundError
+from ..doctor import Check
+from ..errors import ConfigError, LaunchError, NotFoundError
 from ..wheel import source
 from . import ClusterSpec, Endpoint, Instance, Offer
 from . import modal_serverless as serverless
@@ -53,6 +56,10 @@ class ModalProvider:
             serverless.proxy_headers()
         region = options.region or "any"
         return [Offer(provider="modal", region=region, price_per_hour=options.price)]
+
+    async def check(self) -> list[Check]:
+        """For `art-cloud doctor`, which also lists what runs: then the account is reached."""
+        return [_check_client(), _check_proxy_token()]
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
         options = options_of(spec)
@@ -141,6 +148,27 @@ class ModalProvider:
             else:
                 for line in await _tail(sandbox, 10_000):
                     yield line
+
+
+def _check_client() -> Check:
+    """Modal's protocol may change with the minor version of its client."""
+    pinned = re.search(r"modal~=([\d.]+)", " ".join(requires("art-cloud") or []))
+    assert pinned is not None
+    subject, message = "client of Modal", f"modal {modal.__version__}"
+    if modal.__version__.split(".")[:2] == pinned[1].split(".")[:2]:
+        return Check(subject=subject, state="ok", message=message)
+    message += f", and this version of art-cloud was tested with {pinned[1]}"
+    cure = f"pip install 'modal~={pinned[1]}'"
+    return Check(subject=subject, state="warning", message=message, cure=cure)
+
+
+def _check_proxy_token() -> Check:
+    subject = "proxy token of Modal"
+    try:
+        serverless.proxy_headers()
+    except ConfigError as error:
+        return Check(subject=subject, state="ok", message="None", cure=str(error))
+    return Check(subject=subject, state="ok", message="Set: serverless clusters can be reached")
 
 
 async def _image(options: Options) -> modal.Image:

@@ -12,6 +12,7 @@ from grpclib import GRPCError, Status
 
 import art_cloud as art
 from art_cloud import fleet
+from art_cloud.doctor import examine
 from art_cloud.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
 from art_cloud.providers.modal_options import Options
@@ -152,6 +153,29 @@ async def test_a_wrong_token(plane: ModalPlane) -> None:
     plane.token = ("ak-another", "as-another")
     with pytest.raises(ConfigError, match="does not take your token"):
         await get_provider("modal").list()
+
+
+async def test_doctor(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look() -> dict[str, tuple[str, str, str]]:
+        checks = await examine()
+        return {one.subject: (one.state, one.message, one.cure) for one in checks}
+
+    found = await look()
+    assert found["provider modal"] == ("ok", "0 clusters run there", "")
+    assert found["client of Modal"] == ("ok", f"modal {modal.__version__}", "")
+    assert found["proxy token of Modal"][1].startswith("Set")
+
+    monkeypatch.setattr(modal, "__version__", "1.99.0")
+    monkeypatch.delenv("MODAL_PROXY_TOKEN_ID")
+    found = await look()
+    assert found["client of Modal"][::2] == ("warning", "pip install 'modal~=1.6.4'")
+    assert "proxy-tokens create" in found["proxy token of Modal"][2]
+
+    plane.token = ("ak-another", "as-another")
+    found = await look()
+    assert found["provider modal"][0] == "warning"
+    assert "modal setup" in found["provider modal"][1]
+    assert "client of Modal" not in found
 
 
 async def test_a_control_plane_that_fails(plane: ModalPlane) -> None:
