@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -18,8 +19,15 @@ from typing import Any
 
 import openai
 import pytest
+import typer
+from art_server.__main__ import parse_arguments
+from modal.cli.entry_point import entrypoint_cli
 
 import art_cloud as art
+from art_cloud.cli import app
+from art_cloud.cli_clusters import provider_options
+from art_cloud.providers import get_provider
+from art_cloud.providers.modal_options import PRICES
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -27,6 +35,7 @@ ELSEWHERE = ("# OpenPipe ART", "vllm serve", "art-server --model")
 """Of what is not installed here, or started below already."""
 HUB_MODELS = re.compile(r"Qwen/Qwen[\w.-]+")
 START_SECONDS = 120.0
+AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ async def run(language: str, code: str, names: dict[str, Any]) -> None:
         )
         assert await shell.wait() == 0, code
         return
-    compiled = compile(code, code, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    compiled = compile(code, code, "exec", flags=AWAIT)
     scope = names
     if code.startswith("async with"):  # a connection of its own, which the block closes
         scope = names | {"model": names["model"].model_copy()}
@@ -179,3 +188,50 @@ async def test_the_readme_script_trains(server: Server, tiny_model: Path) -> Non
     output, _ = await process.communicate()
     assert process.returncode == 0
     assert [line.split()[0] for line in output.decode().splitlines()] == ["1", "2"]
+
+
+MODAL_PAGES = ("docs/modal.md", "launch/modal/README.md")
+
+
+async def test_what_the_modal_pages_ask_for_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has an account here: what each line asks for is checked by what would take it."""
+    monkeypatch.setenv("MODAL_PROXY_TOKEN_ID", "wk-1")
+    monkeypatch.setenv("MODAL_PROXY_TOKEN_SECRET", "ws-1")
+    page = (ROOT / "docs/modal.md").read_text()
+    calls = [
+        ast.unparse(node)
+        for language, code in BLOCK.findall(page)
+        if language == "python"
+        for node in ast.walk(compile(code, code, "exec", ast.PyCF_ONLY_AST | AWAIT))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "art.up"
+    ]
+    assert len(calls) >= 3
+    specs = [eval(call, {"art": art})._spec for call in calls]
+    lines = re.findall(r"^art-cloud .*|`art-cloud [^`]*", page, re.MULTILINE)
+    for context in [parsed(typer.main.get_command(app), line) for line in lines]:
+        if context.info_name == "up":
+            given = context.params
+            options = provider_options(given["options"]) | {"serverless": given["serverless"]}
+            kept = {key: given[key] for key in ("store", "idle", "budget")}
+            specs.append(art.up(given["provider"], **kept, **options)._spec)
+    assert len(specs) >= len(calls) + 2
+    for spec in specs:
+        [offer] = await get_provider(spec.provider).offers(spec)
+        assert offer.price_per_hour >= PRICES["H100"]
+        chosen = spec.model_copy(update={"offer": offer})
+        assert parse_arguments(chosen.server_arguments("one")).store == spec.store
+
+    text = "\n".join((ROOT / one).read_text() for one in MODAL_PAGES)
+    commands = re.findall(r"(?:^|`|&& )modal ((?:[a-z-]+ ?)+)", text, re.MULTILINE)
+    assert len(commands) > 6
+    for command in commands:
+        assert parsed(entrypoint_cli, f"modal {command}", resilient=True).info_name
+
+
+def parsed(command: Any, line: str, *, resilient: bool = False) -> Any:
+    """The context of the command that `line` calls; an error if there is no such thing."""
+    name, *words = shlex.split(line.strip("`"), comments=True)
+    while hasattr(command, "resolve_command"):
+        context = command.context_class(command, info_name=name)
+        name, command, words = command.resolve_command(context, words)
+    return command.make_context(name, words, resilient_parsing=resilient)
