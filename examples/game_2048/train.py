@@ -1,0 +1,171 @@
+"""2048 on a small board: slide the tiles, merge equal ones, reach 16 within 12 moves.
+
+    python examples/game_2048/train.py                    # a model made on the spot, this machine
+    python examples/game_2048/train.py --provider ssh -o host=gpu-box --base-model Qwen/Qwen3-0.6B
+
+Each move is a conversation of its own: the board, and a direction. A move that slides nothing is
+illegal and ends the game.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from math import log2
+from typing import Any
+
+import art_cloud as art
+from art_cloud.demo import Experiment, run_example
+
+SIZE, TILES, GOAL, MOVES = 3, 6, 16, 8
+GOAL_POINTS = GOAL * (log2(GOAL) - 1)
+"""What the merges up to a GOAL are worth, if every new tile is a 2."""
+PENALTY = 0.5
+WARM_UP_GAMES = 600
+GROUPS = 16
+
+Board = list[list[int]]
+
+
+def merge(row: list[int]) -> tuple[list[int], int]:
+    """`row` slid to the left, and the points of its merges. Each tile merges at most once."""
+    tiles = [tile for tile in row if tile]
+    slid: list[int] = []
+    points = 0
+    while tiles:
+        tile = tiles.pop(0)
+        if tiles and tiles[0] == tile:
+            tile += tiles.pop(0)
+            points += tile
+        slid.append(tile)
+    return slid + [0] * (len(row) - len(slid)), points
+
+
+def slide(board: Board, direction: str) -> tuple[Board, int]:
+    """`board` after a move, before a new tile comes; and the points of the move."""
+    rows = [list(row) for row in (zip(*board, strict=True) if direction in "UD" else board)]
+    turn = -1 if direction in "RD" else 1
+    merged = [merge(row[::turn]) for row in rows]
+    rows = [row[::turn] for row, _ in merged]
+    if direction in "UD":
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    return rows, sum(points for _, points in merged)
+
+
+@dataclass
+class Game:
+    """New tiles come repeatably by `seed`: 2, or 4 once in ten times."""
+
+    seed: int
+    board: Board = field(default_factory=lambda: [[0] * SIZE for _ in range(SIZE)])
+    points: int = 0
+    moves: int = 0
+    illegal: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)  # noqa: S311
+        if not self.largest:
+            for _ in range(TILES):
+                self._new_tile()
+
+    def __str__(self) -> str:
+        rows = (" ".join(str(tile) for tile in row) for row in self.board)
+        return f"2048: {' | '.join(rows)}. Answer one: {' '.join(self.legal())}"
+
+    @property
+    def largest(self) -> int:
+        return max(map(max, self.board))
+
+    @property
+    def over(self) -> bool:
+        return self.illegal or self.largest >= GOAL or self.moves == MOVES or not self.legal()
+
+    @property
+    def reward(self) -> float:
+        """The share of the points that a GOAL takes, and 1 for reaching it; less the penalty."""
+        reached = self.largest >= GOAL
+        return self.points / GOAL_POINTS + reached - PENALTY * self.illegal
+
+    def legal(self) -> list[str]:
+        return [direction for direction in "LRUD" if slide(self.board, direction)[0] != self.board]
+
+    def play(self, move: str) -> None:
+        """The agent's move, as it wrote it, and the new tile after it."""
+        move = move.strip()
+        if move not in self.legal():
+            self.illegal = True
+            return
+        self.board, points = slide(self.board, move)
+        self.points += points
+        self.moves += 1
+        self._new_tile()
+
+    def _new_tile(self) -> None:
+        free = [
+            (i, j) for i, row in enumerate(self.board) for j, tile in enumerate(row) if not tile
+        ]
+        row, column = self._random.choice(free)
+        self.board[row][column] = 4 if self._random.random() < 0.1 else 2
+
+
+async def play(
+    model: art.TrainableModel[Any], seed: int, /, *, step: int | None = None
+) -> art.Trajectory:
+    client, game = model.openai_client(), Game(seed)
+    moves: list[art.History] = []
+    while not game.over:
+        prompt: art.Messages = [{"role": "user", "content": str(game)}]
+        completion = await client.chat.completions.create(
+            model=model.get_inference_name(step),
+            messages=prompt,
+            max_tokens=4,
+            seed=None if step is None else 100 * seed + len(moves),
+        )
+        moves.append(art.History(messages_and_choices=[*prompt, completion.choices[0]]))
+        game.play(completion.choices[0].message.content or "")
+    return art.Trajectory(
+        messages_and_choices=moves[0].messages_and_choices,
+        additional_histories=moves[1:],
+        reward=game.reward,
+        metrics={
+            "reached": game.largest >= GOAL,
+            "points": game.points,
+            "largest": game.largest,
+            "moves": game.moves,
+            "illegal": game.illegal,
+        },
+        metadata={"seed": seed},
+    )
+
+
+def random_moves(seed: int) -> list[art.Messages]:
+    """A game of legal moves at random, a conversation each: the format, not the skill."""
+    game, moves = Game(seed), random.Random(~seed)  # noqa: S311
+    conversations: list[art.Messages] = []
+    while not game.over:
+        move = moves.choice(game.legal())
+        conversations.append(
+            [
+                {"role": "user", "content": str(game)},
+                {"role": "assistant", "content": move},
+            ]
+        )
+        game.play(move)
+    return conversations
+
+
+if __name__ == "__main__":
+    run_example(
+        Experiment(
+            name="game-2048",
+            measure="reached",
+            rollout=play,
+            tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
+            held_out=range(1_000_000, 1_000_500),
+            warm_up=[move for seed in range(WARM_UP_GAMES) for move in random_moves(-seed - 1)],
+            warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
+            config=art.TrainConfig(learning_rate=7e-4),
+            steps=40,
+        ),
+        title=f"2048: {GOAL} within {MOVES} moves, {SIZE} by {SIZE}",
+    )
