@@ -14,8 +14,9 @@ WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
 export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
+WITH_SKYPILOT := $(if $(wildcard /usr/sbin/slurmctld),.venv-skypilot)
 
-.PHONY: help demo examples test test-skypilot test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo examples test test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -49,13 +50,13 @@ $(BIN)/uv:
 		$(BIN)/uv pip install --quiet --no-deps --python .venv-swift/bin/python -r tests/swift.lock.txt
 	@touch $@
 
-.venv-skypilot: .venv-skypilot/done  ## SkyPilot with Slurm, likewise
+.venv-skypilot: .venv-skypilot/done  ## SkyPilot with Slurm, likewise (its tests take root and Slurm)
 
 .venv-skypilot/done: tests/skypilot.lock.txt | $(BIN)/uv
 	@echo "Installing SkyPilot into .venv-skypilot ..."
 	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-skypilot
 	@UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
-		$(BIN)/uv pip install --quiet --no-deps --python .venv-skypilot/bin/python -r tests/skypilot.lock.txt
+		$(BIN)/uv pip install --quiet --no-deps --compile-bytecode --python .venv-skypilot/bin/python -r tests/skypilot.lock.txt
 	@touch $@
 
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
@@ -64,11 +65,8 @@ demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on
 examples: .venv/dev  ## run each example in short (one: ARGS="-k codenames")
 	$(BIN)/pytest -v tests/real/test_examples.py $(ARGS)
 
-test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist loadgroup --ignore=tests/real/test_skypilot.py $(ARGS)
-
-test-skypilot: .venv/dev .venv-skypilot  ## the real SkyPilot on a real Slurm: root, and about a quarter of an hour
-	$(BIN)/pytest tests/real/test_skypilot.py $(ARGS)
+test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
+	$(BIN)/pytest -n auto --dist loadgroup $(ARGS)
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
 	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)
@@ -82,7 +80,7 @@ format: .venv/dev  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm) $(if $(filter store_push,$(NAME)),.venv/dev .venv-swift)  ## run a benchmark (NAME=train_vs_trl)
+bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm) $(if $(filter store_push,$(NAME)),.venv/dev .venv-swift) $(if $(filter launch_overhead,$(NAME)),.venv/dev .venv-skypilot)  ## run a benchmark (NAME=train_vs_trl)
 	@test -n "$(NAME)" || { echo "Name one: make bench NAME=..., of:"; ls benchmarks/*.py | sed 's|benchmarks/||; s|\.py||; /harness/d; s|^|  |'; exit 2; }
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 

@@ -21,7 +21,9 @@ from .registry import ClusterRecord, Registry, in_use
 from .relaunch import LAUNCH_SECONDS
 from .tunnel import reached
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
+"""To find the way to a server that is not recorded here, and knock: if it can't be heard in that
+time, it is ended."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The real SkyPilot with a real Slurm of two nodes, each with a made-up GPU, on this machine.
+"""The real SkyPilot with a real Slurm of three nodes, each with a made-up GPU, on this machine.
 
     with SlurmRig(tmp_path) as rig:
         subprocess.run([rig.python, "-m", "sky.cli", "status"], env=os.environ | rig.environment)
@@ -34,6 +34,7 @@ PYTHON = Path(
 TOOLS = ("slurmctld", "slurmd", "sbatch", "rsync", "nc", "unshare", "setpriv")
 SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 START_SECONDS = 300.0
+NODES = ("n1", "n2", "n3")
 
 missing = [tool for tool in TOOLS if shutil.which(tool, path=SBIN) is None]
 needs_slurm = pytest.mark.skipif(
@@ -59,7 +60,7 @@ class SlurmRig:
         self._init: subprocess.Popen[bytes] | None = None
         for name in ("home/.slurm", "home/.ssh", "nodes/.ssh", "bin", "spool", "run", "log"):
             (folder / name).mkdir(parents=True, mode=0o700)
-        self.port, *self._ports = free_ports(5)
+        self.port, self._controller, self._login, *self._nodes = free_ports(3 + len(NODES))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -95,7 +96,8 @@ class SlurmRig:
 
     def __exit__(self, *_: object) -> None:
         assert self._init is not None
-        inside = psutil.Process(self._init.pid).children(recursive=True)
+        ended = self._init.poll() is not None
+        inside = [] if ended else psutil.Process(self._init.pid).children(recursive=True)
         for process in inside[:1]:  # PID 1 of the namespace: the others go with it
             process.send_signal(signal.SIGKILL)
         self._init.wait()
@@ -106,14 +108,17 @@ class SlurmRig:
         assert self._init.poll() is None, self.log.read_text()
         return (self.folder / "ready").exists()
 
-    def jobs(self) -> list[str]:
-        """The ids of Slurm's jobs, each of them the machine of a cluster."""
-        return self._slurm("squeue", "--noheader", "--format=%A").split()
+    def jobs(self, cluster: str = "") -> list[str]:
+        """The ids of Slurm's jobs, each of them the machines of a cluster."""
+        lines = self._slurm("squeue", "--noheader", "--format=%A %j").splitlines()
+        jobs = dict(line.split() for line in lines)
+        return [job for job, name in jobs.items() if name.startswith(f"art-cloud-{cluster}")]
 
-    def preempt(self) -> None:
-        """The machines are taken away."""
-        self._slurm("scancel", *self.jobs())
-        wait_until(lambda: not self.jobs())
+    def preempt(self, cluster: str = "") -> None:
+        """Its machines are taken away, or all."""
+        if jobs := self.jobs(cluster):
+            self._slurm("scancel", *jobs)
+        wait_until(lambda: not self.jobs(cluster))
 
     def _slurm(self, *command: str) -> str:
         environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}
@@ -138,9 +143,12 @@ class SlurmRig:
         return False
 
     def _write(self) -> None:
-        controller, first, second, login = self._ports
         sky = PYTHON.parent / "sky"
         host, at = socket.gethostname(), self.folder
+        nodes = [
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port}"
+            for name, port in zip(NODES, self._nodes, strict=True)
+        ]
         make_key(at / "host_key")
         make_key(self.home / ".ssh" / "slurm")
         shutil.copy(self.home / ".ssh" / "slurm.pub", self.nodes / ".ssh" / "authorized_keys")
@@ -149,7 +157,7 @@ class SlurmRig:
             f"""
             ClusterName={self.cluster}
             SlurmctldHost={host}(127.0.0.1)
-            SlurmctldPort={controller}
+            SlurmctldPort={self._controller}
             SlurmUser=root
             SlurmdUser=root
             AuthType=auth/none
@@ -177,24 +185,16 @@ class SlurmRig:
             SlurmdParameters=config_overrides
             CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
             GresTypes=gpu
-            NodeName=n1 NodeAddr=127.0.0.1 NodeHostname={host} Port={first} \
-CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
-            NodeName=n2 NodeAddr=127.0.0.1 NodeHostname={host} Port={second} \
-CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
-            PartitionName=gpu Nodes=n1,n2 Default=YES DefaultTime=01:00:00 MaxTime=02:00:00 State=UP
+            NodeName=DEFAULT CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
+            {(chr(10) + 12 * " ").join(nodes)}
+            PartitionName=gpu Nodes=ALL Default=YES DefaultTime=01:00:00 MaxTime=02:00:00 State=UP
             """,
         )
-        write(
-            at / "gres.conf",
-            f"""
-            NodeName=n1 Name=gpu Type=H100 File={at}/gpu0
-            NodeName=n2 Name=gpu Type=H100 File={at}/gpu1
-            """,
-        )
+        write(at / "gres.conf", "Name=gpu Type=H100 File=/dev/null\n")
         write(
             at / "sshd_config",
             f"""
-            ListenAddress 127.0.0.1:{login}
+            ListenAddress 127.0.0.1:{self._login}
             HostKey {at}/host_key
             PidFile {at}/run/sshd.pid
             AuthorizedKeysFile .ssh/authorized_keys
@@ -214,7 +214,7 @@ CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
             f"""
             Host {self.cluster}
               HostName 127.0.0.1
-              Port {login}
+              Port {self._login}
               User skynode
               IdentityFile {self.home}/.ssh/slurm
               IdentitiesOnly yes
@@ -222,7 +222,7 @@ CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
         )
         self._write_catalog()
         self._write_tools()
-        write(at / "hosts", f"127.0.0.1 localhost {host} n1 n2\n")
+        write(at / "hosts", f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
         users = Path("/etc/passwd").read_text()
         write(at / "passwd", f"skynode:x:0:0::{self.nodes}:/bin/bash\n{users}")
         write(at / "shadow", "skynode:*:19000:0:99999:7:::\n" + Path("/etc/shadow").read_text())
@@ -234,12 +234,11 @@ CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
             set -eu
             for file in hosts passwd shadow profile; do mount --bind {at}/$file /etc/$file; done
             export SLURM_CONF={at}/slurm.conf
-            mknod {at}/gpu0 c 1 3; mknod {at}/gpu1 c 1 3
             mkdir -p /run/sshd
             slurmctld -c
-            slurmd -N n1; slurmd -N n2
+            for node in {" ".join(NODES)}; do slurmd -N $node; done
             {SSHD} -f {at}/sshd_config -E {at}/log/sshd.log
-            until [ "$(sinfo --noheader --states=idle --format=%D)" = 2 ]; do sleep 0.1; done
+            until [ "$(sinfo --noheader -t idle --format=%D)" = {len(NODES)} ]; do sleep 0.1; done
             env -u SLURM_CONF {sky} api start --host 127.0.0.1
             touch {at}/ready
             while true; do wait; sleep 1; done
@@ -266,8 +265,10 @@ CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
                 csv.writer(file).writerows(rows)
 
     def _write_tools(self) -> None:
-        """What SkyPilot would download to a node: uv, which there takes the Python that is here."""
+        """What SkyPilot would download to a node: uv, which there takes the Python that is here,
+        and brings what SkyPilot needs of packages."""
         uv = Path(sysconfig.get_path("scripts")) / "uv"
+        has = next((PYTHON.parents[1] / "lib").glob("python*"))
         write(
             self.folder / "bin" / "uv",
             f"""
@@ -276,7 +277,13 @@ CPUs=8 RealMemory=64000 Gres=gpu:H100:1 State=UNKNOWN
             for i in "${{!arguments[@]}}"; do
               [ "${{arguments[$i]}}" != 3.10 ] || arguments[$i]={sys.executable}
             done
-            exec {uv} "${{arguments[@]}}"
+            [ "$1" = venv ] || exec {uv} "${{arguments[@]}}"
+            {uv} "${{arguments[@]}}"
+            for folder in "${{arguments[@]}}"; do
+              [ ! -e "$folder/pyvenv.cfg" ] || cp --recursive --link --no-clobber \
+                {has}/site-packages "$folder/lib/{has.name}/" 2>/dev/null || \
+                cp --recursive --no-clobber {has}/site-packages "$folder/lib/{has.name}/"
+            done
             """,
         )
         write(
