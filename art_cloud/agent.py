@@ -21,6 +21,7 @@ async def run_agent(
     step: int | None = None,
     max_turns: int = TURNS,
     max_tokens: int | None = None,
+    until: str | None = None,
 ) -> Trajectory:
     """Let `model` work on `task` with the tools of `session`. The reward is up to the caller.
 
@@ -30,6 +31,7 @@ async def run_agent(
     Args:
         step: the weights to sample from; None: the newest at each request.
         max_tokens: of each answer; None: what the server allows.
+        until: the tool that gives the answer: its call is the last one.
 
     Raises:
         openai.APIError: the model does not answer.
@@ -72,6 +74,9 @@ async def run_agent(
             metrics["tool_errors"] += result.failed
             message = {"role": "tool", "tool_call_id": call.id, "content": result.text}
             trajectory.messages_and_choices.append(cast(Message, message))
+        if until in [call.function.name for call in choice.message.tool_calls]:
+            metrics["answered"] = 1
+            break
     return trajectory.finish()
 
 

@@ -1,0 +1,106 @@
+"""An agent that answers questions from a mailbox with tools: search, read, answer.
+
+Reward, of 1: 0.2 the right mail was among the hits of a search, 0.2 it was read, 0.4 the answer is
+right, 0.1 it names the right mail as its source, 0.1 all of that in three turns. With `--judge` a
+language model compares the attempts instead (RULER).
+
+    python examples/email_agent/train.py --control
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Awaitable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from inbox import HITS, HOURS, PEOPLE, TOOLS, TOPICS, Desk, Mailbox
+
+import art_cloud as art
+from art_cloud.demo import Experiment, experiment_parser, run_example
+
+NAME, TITLE, STEPS = "email-agent", "Email agent", 40
+GROUPS = 8
+WARM_UP = 600
+HELD_OUT = range(1_000_000, 1_000_200)
+MAX_TURNS = 5
+WEIGHTS = {"found": 0.2, "read": 0.2, "right": 0.4, "source": 0.1, "quick": 0.1}
+
+
+async def rollout(
+    model: art.TrainableModel[Any], seed: int, *, step: int | None = None
+) -> art.Trajectory:
+    desk = Desk(Mailbox(seed))
+    trajectory = await art.run_agent(
+        model,
+        desk.mailbox.question,
+        desk,
+        step=step,
+        max_turns=MAX_TURNS,
+        max_tokens=1000,
+        until="answer",
+    )
+    done = desk.done(int(trajectory.metrics["turns"]))
+    credit = sum(weight * done[name] for name, weight in WEIGHTS.items())
+    trajectory.reward = credit
+    trajectory.metrics |= {"credit": credit} | done
+    return trajectory
+
+
+def judged(judge: str, group: art.TrajectoryGroup) -> Awaitable[art.TrajectoryGroup]:
+    """The rewards of a group by RULER. The judge sees the tools, the calls and what they gave."""
+    return art.ruler_score_group(group, judge)
+
+
+def random_work(seed: int) -> art.Trajectory:
+    """Calls in their right form and with arguments at random: the format, not the skill."""
+    chance = random.Random(seed)  # noqa: S311
+    desk = Desk(Mailbox(seed))
+    messages: list[Any] = [{"role": "user", "content": desk.mailbox.question}]
+
+    def call(name: str, **arguments: str | int) -> None:
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        call = {"id": f"call-{len(messages)}", "type": "function", "function": function}
+        text = desk.act(name, arguments).text
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+    def search() -> None:
+        words = chance.choice([word for word, _ in TOPICS.values()])
+        call("search", query=f"{chance.choice(PEOPLE)} {words}")
+
+    def pick() -> int:
+        return chance.randint(1, HITS)
+
+    search()
+    then = chance.choice(("search again", "answer at once", "read", "read", "read"))
+    if then == "search again":
+        search()
+    if then != "answer at once":
+        call("read", hit=pick())
+    call("answer", text=chance.choice(HOURS), hit=pick())
+    return art.Trajectory(messages_and_choices=messages[:-1], tools=TOOLS)
+
+
+email_agent: Experiment[int] = Experiment(
+    name=NAME,
+    measure="credit",
+    rollout=rollout,
+    tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
+    held_out=HELD_OUT,
+    warm_up=[random_work(-seed) for seed in range(1, WARM_UP + 1)],
+    warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=8),
+    config=art.TrainConfig(learning_rate=7e-4),
+    steps=STEPS,
+)
+
+
+if __name__ == "__main__":
+    parser = experiment_parser(NAME, TITLE, STEPS)
+    parser.add_argument("--judge", help="a model that compares the attempts (RULER): gpt-5-mini")
+    options = parser.parse_args()
+    if options.judge:
+        email_agent = replace(email_agent, score=partial(judged, options.judge))
+    run_example(email_agent, TITLE, options)
