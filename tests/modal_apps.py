@@ -12,7 +12,7 @@ from modal_proto import api_pb2 as api
 from . import modal_containers
 from .modal_containers import Container
 from .modal_functions import Calls, Function
-from .modal_sandboxes import GPUS, new_id
+from .modal_sandboxes import GPUS, Sandboxes, new_id
 from .modal_servers import Server
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def ranked(function: api.Function) -> api.FunctionData:
     )
 
 
-class Apps(Calls):
+class Apps(Sandboxes, Calls):
     """The calls of `ModalClient` about mounts, apps and what is in them, from laptops and servers'
     containers."""
 
@@ -176,6 +176,7 @@ class Apps(Calls):
 
     async def AppStop(self, request: Any) -> Any:
         self.apps = {name: id_ for name, id_ in self.apps.items() if id_ != request.app_id}
+        await self.end_all(request.app_id)
         for server in self._of(request.app_id):
             await server.close()
         for function in self.functions.values():

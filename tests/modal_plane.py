@@ -31,13 +31,13 @@ from modal_proto import api_pb2 as api
 
 from .modal_apps import Apps
 from .modal_functions import Function, Worker
-from .modal_sandboxes import HOST, Result, Router, Sandbox, Sandboxes, logged, new_id, new_jwt
+from .modal_sandboxes import HOST, Result, Router, Sandbox, logged, new_id, new_jwt
 from .modal_servers import Server as DeployedServer
 
 BUILDER = "2025.06"
 
 
-class Control(Sandboxes, Apps):
+class Control(Apps):
     """The calls of `ModalClient`: apps, images, secrets, volumes and sandboxes."""
 
     def __init__(self, plane: ModalPlane) -> None:
@@ -47,7 +47,6 @@ class Control(Sandboxes, Apps):
         self.secrets: dict[str, str] = {}
         self.environments: dict[str, dict[str, str]] = {}
         self.images: dict[str, api.Image] = {}
-        self.sandboxes: dict[str, Sandbox] = {}
 
     def authenticate(self, metadata: Any) -> None:
         if metadata.get("x-modal-client-type") == str(api.CLIENT_TYPE_CONTAINER):
@@ -178,10 +177,12 @@ class ModalPlane:
             ids += [base.image_id for base in image.base_images]
         return found
 
-    def lose(self, name: str) -> None:
-        """What a preempted or broken worker looks like."""
+    def lose(self, name: str, *, over_time: bool = False) -> None:
+        """What a preempted or broken worker looks like, or the end of a sandbox's 24 hours."""
         [sandbox] = [one for one in self.running if one.definition.name == name]
         result = Result(status=Result.GENERIC_STATUS_FAILURE, exitcode=137, exception="lost")
+        if over_time:
+            result = Result(status=Result.GENERIC_STATUS_TIMEOUT, exitcode=124)
         self._do(self.control.end(sandbox, result))
 
     def scale_down(self, server: DeployedServer) -> None:

@@ -90,7 +90,10 @@ class Sandboxes:
     """By secret."""
     apps: dict[str, str]
     """Ids by name."""
-    sandboxes: dict[str, Sandbox]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sandboxes: dict[str, Sandbox] = {}
 
     async def SandboxCreate(self, request: Any) -> Any:
         definition = request.definition
@@ -163,6 +166,11 @@ class Sandboxes:
             await sandbox.process.wait()
         for listener in sandbox.listeners:
             listener.close()
+
+    async def end_all(self, app_id: str) -> None:
+        for sandbox in self.sandboxes.values():
+            if sandbox.app_id == app_id:
+                await self.end(sandbox, Result(status=Result.GENERIC_STATUS_TERMINATED))
 
     async def _tunnel(self, sandbox: Sandbox, opened: int, port: int) -> api.TunnelData:
         async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import modal
 import pytest
 from grpclib import GRPCError, Status
+from pydantic import SecretStr
 
 import art_cloud as art
-from art_cloud import fleet
+from art_cloud import fleet, sweep
 from art_cloud.doctor import examine
-from art_cloud.errors import ConfigError, LaunchError, ProviderError
+from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
+from art_cloud.providers.modal import CREATED, TAG
 from art_cloud.providers.modal_options import Options
+from art_cloud.registry import Registry
 from art_cloud.wheel import source
 
 from ..modal_plane import ModalPlane, modal_plane
@@ -59,14 +66,35 @@ async def test_from_up_to_down(plane: ModalPlane, tiny_model: Path, tmp_path: Pa
     assert await fleet.status() == []
 
 
-async def test_two_launches_give_one(plane: ModalPlane) -> None:
+async def test_two_launches_give_one(
+    plane: ModalPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     provider = get_provider("modal")
     await asyncio.gather(provider.launch(spec(), NAME), provider.launch(spec(), NAME))
     await provider.launch(spec(), NAME)
     assert [one.name for one in await provider.list()] == [NAME]
+
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another-laptop"))
+    with pytest.raises(ConflictError, match="its token is not known"):
+        await art.up("modal", name=NAME, gpu="H100", store="s3://bucket/prefix")
+    assert Registry().list() == []
     await provider.terminate(NAME)
     assert await provider.list() == []
     await provider.terminate(NAME)
+
+
+async def test_its_app_is_stopped_from_outside(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    await provider.launch(spec(), NAME)
+    app = await modal.App.lookup.aio("art-cloud")
+    await app.stop.aio()
+    assert await provider.list() == []
+    with pytest.raises(LaunchError, match="The server of agent ended"):
+        await provider.endpoint(NAME)
+    await provider.launch(spec(), NAME)
+    assert [one.name for one in await provider.list()] == [NAME]
+    await provider.terminate(NAME)
+    assert await provider.list() == []
 
 
 async def test_what_is_not_ours_is_not_listed(plane: ModalPlane) -> None:
@@ -85,11 +113,38 @@ async def test_a_server_that_dies_at_the_start_says_why(plane: ModalPlane, tmp_p
     assert await fleet.status() == []
 
 
-async def test_a_lost_sandbox_is_replaced(plane: ModalPlane, tmp_path: Path) -> None:
-    async with art.up("modal", name=NAME, gpu="H100", store=str(tmp_path / "store")) as backend:
-        first = (await backend.info()).started_at
-        plane.lose(NAME)
+async def test_after_its_24_hours_a_sandbox_is_replaced(
+    plane: ModalPlane, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = art.TrainableModel(name="agent", project="modal", base_model=str(tiny_model))
+    store = (tmp_path / "store").as_uri()
+    async with art.up("modal", name=NAME, gpu="H100", store=store) as backend:
+        await model.register(backend)
+        first, groups = (await backend.info()).started_at, await some_groups(model)
+        assert (await backend.train(model, groups)).step == 1
+        [sandbox] = plane.running
+        assert sandbox.definition.timeout_secs == 24 * 3600
+        training = asyncio.create_task(backend.train(model, groups))
+        await asyncio.to_thread(plane.lose, NAME, over_time=True)
+        assert (await training).step == 2
         assert (await backend.info()).started_at > first
+        [another] = plane.running
+        assert another.definition.name == NAME
+        assert await some_groups(model)
+        assert await model.get_step() == 2
+
+
+async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGroup]:
+    async def rollout(reward: float) -> art.Trajectory:
+        messages: art.Messages = [{"role": "user", "content": "hello"}]
+        answer = await model.openai_client().chat.completions.create(
+            model=model.get_inference_name(), messages=messages, max_tokens=4
+        )
+        return art.Trajectory(messages_and_choices=[*messages, answer.choices[0]], reward=reward)
+
+    return await art.gather_trajectory_groups(
+        [art.TrajectoryGroup(rollout(float(number)) for number in range(2))]
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,10 +204,62 @@ async def test_errors(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> Non
         await provider.endpoint(NAME)
 
 
+async def test_an_open_connection_keeps_no_sandbox(plane: ModalPlane) -> None:
+    provider = get_provider("modal")
+    limits = {"lease_seconds": 3.0, "token": SecretStr("a-token")}
+    await provider.launch(spec().model_copy(update=limits), NAME)
+    url = (await provider.endpoint(NAME)).url
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer a-token"}) as pool:
+        assert (await pool.get(f"{url}/v1/models")).status_code == 200
+        async with asyncio.timeout(60):
+            while plane.running:
+                await asyncio.sleep(0.05)
+    assert await provider.list() == []
+    [sandbox] = plane.control.sandboxes.values()
+    assert sandbox.result is not None
+    assert sandbox.result.exitcode == 0
+
+
+async def test_sweep_ends_what_has_our_tag_and_no_server(plane: ModalPlane) -> None:
+    app = await modal.App.lookup.aio("art-cloud", create_if_missing=True)
+    for name, tags in (("ghost", {TAG: "ghost", CREATED: "2026-01-01T00:00:00Z"}), ("other", {})):
+        await modal.Sandbox.create.aio(
+            *("sleep", "600"),
+            app=app,
+            name=name,
+            tags=tags,
+            gpu="T4",
+            encrypted_ports=[8321],
+            readiness_probe=modal.Probe.with_exec("true"),
+        )
+    [found], failures = await sweep.look()
+    assert (found.name, found.kept, failures) == ("ghost", None, [])
+    await sweep.end([found])
+    [other] = plane.running
+    assert other.definition.name == "other"
+    assert (await sweep.look())[0] == []
+    await (await modal.Sandbox.from_name.aio("art-cloud", "other")).terminate.aio(wait=True)
+
+
 async def test_a_wrong_token(plane: ModalPlane) -> None:
     plane.token = ("ak-another", "as-another")
     with pytest.raises(ConfigError, match="does not take your token"):
         await get_provider("modal").list()
+
+
+async def test_no_account(plane: ModalPlane, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if "MODAL_TOKEN" not in key}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", "from art_cloud.cli import main; main()"),
+        *("up", "modal", "-o", "gpu=H100", "--store", "s3://bucket/prefix"),
+        env=environment | {"MODAL_CONFIG_PATH": str(tmp_path / "no-such-file")},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    assert "Run `modal setup`" in " ".join(said.decode().split())
+    assert Registry().list() == []
+    assert plane.calls["SandboxCreate"] == 0
 
 
 async def test_doctor(plane: ModalPlane, monkeypatch: pytest.MonkeyPatch) -> None:

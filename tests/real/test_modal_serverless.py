@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import modal
 import psutil
 import pytest
 
 import art_cloud as art
 from art_cloud import fleet, sweep
 from art_cloud.errors import AuthError, ConfigError, LaunchError
+from art_cloud.providers import ClusterSpec, get_provider
 
 from ..modal_plane import ModalPlane, modal_plane
 
@@ -161,7 +163,7 @@ async def test_what_modal_refuses_to_deploy(plane: ModalPlane, tmp_path: Path) -
 
 
 async def test_deployed_by_hand(plane: ModalPlane) -> None:
-    async def modal(*arguments: str, **variables: str) -> None:
+    async def run_modal(*arguments: str, **variables: str) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "modal", *arguments),
             env=os.environ | variables,
@@ -171,15 +173,32 @@ async def test_deployed_by_hand(plane: ModalPlane) -> None:
         said, _ = await process.communicate()
         assert process.returncode == 0, said.decode()
 
-    await modal("secret", "create", "art-serverless-mine", "ART_CLOUD_TOKEN=of-my-own")
+    await run_modal("secret", "create", "art-serverless-mine", "ART_CLOUD_TOKEN=of-my-own")
     wanted = {"name": "mine", "gpu": "L4", "flags": ["--name", "mine"]}
-    await modal("deploy", str(ROOT / "launch/modal/app.py"), ART_CLOUD_DEPLOY=json.dumps(wanted))
+    await run_modal(
+        "deploy", str(ROOT / "launch/modal/app.py"), ART_CLOUD_DEPLOY=json.dumps(wanted)
+    )
     [found] = await fleet.status()
     assert (found.name, found.state, found.recorded) == ("mine", "asleep", False)
     [kept], failures = await sweep.look()
     assert (kept.kept, failures) == ("it costs nothing until somebody wakes it", [])
     await fleet.down("mine")
     assert await fleet.status() == []
+    assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
+
+
+async def test_its_app_is_stopped_from_outside(plane: ModalPlane, tmp_path: Path) -> None:
+    provider, options = get_provider("modal"), {"gpu": "H100", "serverless": True}
+    spec = ClusterSpec.model_validate(
+        {"provider": "modal", "store": str(tmp_path), "options": options}
+    )
+    await provider.launch(spec, NAME)
+    app = await modal.App.lookup.aio(f"art-serverless-{NAME}")
+    await app.stop.aio()
+    assert await provider.list() == []
+    with pytest.raises(LaunchError, match="nothing is left of it"):
+        await provider.endpoint(NAME)
+    await provider.terminate(NAME)
     assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
 
 
