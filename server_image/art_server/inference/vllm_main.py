@@ -64,21 +64,49 @@ def temper_logprobs() -> None:
     sampler.Sampler = TemperedSampler
 
 
-def free_base_rows() -> None:
-    """On a CPU, vLLM gives rows without an adapter the index -1, and so the adapter of the last
-    slot, as soon as there is one (vllm/lora/ops/torch_ops/lora_ops.py): zero what they get."""
-    from vllm.lora.ops.torch_ops import lora_ops
+def group_rows() -> None:
+    """On a CPU, vLLM copies an adapter's matrices for each row of a batch, and takes rows without
+    an adapter (index -1) for rows of the last slot's: multiply once for each adapter, and leave
+    other rows alone (vllm/lora/punica_wrapper/punica_cpu.py)."""
+    import torch
     from vllm.lora.punica_wrapper import punica_cpu
 
-    shrink = lora_ops.bgmv_shrink
+    def rows_by_slot(slots_T: Any) -> list[tuple[int, Any]]:
+        slots = slots_T.unique().tolist()
+        if len(slots) == 1:
+            return [(slots[0], slice(None))] if slots[0] >= 0 else []
+        return [(slot, (slots_T == slot).nonzero()[:, 0]) for slot in slots if slot >= 0]
 
-    def bgmv_shrink(
-        inputs: Any, weights: Any, outputs_BR: Any, indices_B: Any, scaling: float = 1.0
-    ) -> None:
-        shrink(inputs, weights, outputs_BR, indices_B, scaling)
-        outputs_BR[indices_B < 0] = 0
+    def add(groups: Any, y_TO: Any, x_TI: Any, a: Any, b: Any, scale: float) -> None:
+        for slot, rows in groups:
+            x = x_TI[rows].float()
+            outputs = [
+                (scale * (x @ a_RI[slot, 0].float().T)).to(y_TO.dtype) @ b_OR[slot, 0].T
+                for a_RI, b_OR in zip(a, b, strict=True)
+            ]
+            y_TO[rows] += outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+    class GroupedPunica(punica_cpu.PunicaWrapperCPU):
+        _linear: Any = ()
+        _sampled: Any = ()
+
+        def update_metadata(self, *args: Any, **kwargs: Any) -> None:
+            super().update_metadata(*args, **kwargs)
+            self._linear = rows_by_slot(self.token_lora_indices)
+            self._sampled = rows_by_slot(self.sampler_indices)
+
+        def add_lora_linear(
+            self, y: Any, x: Any, a: Any, b: Any, scale: float, widths: Any, **kwargs: Any
+        ) -> None:
+            add(self._linear, y, x, a, b, scale)
+
+        def add_lora_logits(
+            self, y: Any, x: Any, a: Any, b: Any, scale: float, **kwargs: Any
+        ) -> None:
+            vocabulary = min(y.shape[1], b.shape[2])  # each with a padding of its own
+            add(self._sampled, y[:, :vocabulary], x, (a,), (b[:, :, :vocabulary],), scale)
+
+    punica_cpu.PunicaWrapperCPU = GroupedPunica
 
 
 def refuse_too_long() -> None:
@@ -111,7 +139,7 @@ def change() -> None:
 
     temper_logprobs()
     if current_platform.is_cpu():
-        free_base_rows()
+        group_rows()
 
 
 if __name__ == "__main__" and os.getpgrp() != os.getpid():
