@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -180,6 +181,35 @@ async def test_killed_at_the_points_near_an_s3_store(
     made = await run(server, base_model, points, same_disk=False)
     record_property("faults tried", len(points))
     check_history(open_store(url), made, undisturbed, record_property)
+
+
+async def test_another_machine_goes_on_from_the_bucket_to_the_same_bits(
+    tmp_path: Path,
+    base_model: str,
+    undisturbed: list[dict[str, object]],
+    bucket: tuple[str, dict[str, str]],
+    record_property: Property,
+) -> None:
+    """Some steps, then the machine is gone, its disk too; another one makes the others. Weights,
+    moments and metrics are those of a run on one machine."""
+    url, environment = bucket
+    for machine, steps in (("first", range(3)), ("second", range(3, 6))):
+        server = ServerProcess(tmp_path / machine)
+        server.store_url, server.environment = url, environment
+        with server:
+            async with server.backend() as backend:
+                model = await registered(backend, base_model)
+                assert await model.get_step() == steps.start
+                for step in steps:
+                    await train(backend, model, step)
+                server.kill()
+        shutil.rmtree(tmp_path / machine)
+    record_property("faults tried", 1)
+    check_history(open_store(url), 6, undisturbed, record_property)
+    store = open_store(url)
+    for manifest in history(store):
+        assert {"adapter/adapter_model.safetensors", "optimizer.safetensors"} <= set(manifest.files)
+        Checkpoints(store, NAME).fetch(manifest, tmp_path / str(manifest.step))  # by its hashes
 
 
 async def run(
