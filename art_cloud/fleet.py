@@ -24,7 +24,7 @@ from .providers import Endpoint, Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, in_use, unknown
 from .tunnel import Tunnel, open_tunnel, port_of, reached
 
-STATUS_SECONDS = 20.0
+STATUS_SECONDS = 40.0
 """How long `status` waits for a server's answer; a login on the way there may take most of it."""
 
 

@@ -114,11 +114,11 @@ class SlurmRig:
         jobs = dict(line.split() for line in lines)
         return [job for job, name in jobs.items() if name.startswith(f"art-cloud-{cluster}")]
 
-    def preempt(self, cluster: str = "") -> None:
-        """Its machines are taken away, or all."""
-        if jobs := self.jobs(cluster):
+    def preempt(self, jobs: list[str]) -> None:
+        """Their machines are taken away."""
+        if jobs:
             self._slurm("scancel", *jobs)
-        wait_until(lambda: not self.jobs(cluster))
+        wait_until(lambda: not set(jobs) & set(self.jobs()))
 
     def _slurm(self, *command: str) -> str:
         environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}

@@ -122,8 +122,12 @@ def launch(name: str, task: dict[str, Any]) -> None:
     if pending:
         sdk.stream_and_get(pending[0], output_stream=Lines())
     record = look(name)
-    if record is not None and is_up(record) and sdk.get(sdk.job_status(PREFIX + name)):
-        return
+    if record is not None and is_up(record):
+        jobs = list(filter(None, sdk.get(sdk.job_status(PREFIX + name)).values()))
+        if not all(status.is_terminal() for status in jobs):
+            return
+        if jobs:  # its server has ended, and autostop will take the machine down
+            terminate(name)
     request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
     sdk.stream_and_get(request, output_stream=Lines())
 

@@ -1,4 +1,7 @@
-"""The real SkyPilot on a real Slurm of two nodes: from a launch to the end of its machines."""
+"""The real SkyPilot on a real Slurm of three nodes: from a launch to the end of its machines.
+
+A launch takes long, so each is used for all that can be seen of it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,23 @@ import pytest
 
 import art_cloud as art
 from art_cloud import fleet
+from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
 from art_cloud.registry import Registry
+from art_cloud.store import open_store
 
 from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(1200)]
 ASKED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
+QUESTION: art.Messages = [{"role": "user", "content": "1"}]
+
+
+def spec(**changes: Any) -> ClusterSpec:
+    fields = {"provider": "skypilot", "store": "file:///of/the/node", "options": ASKED, **changes}
+    return ClusterSpec.model_validate(fields)
 
 
 @pytest.fixture(scope="module")
@@ -31,76 +42,85 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmRig]:
 
 @pytest.fixture(autouse=True)
 def home(rig: SlurmRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """At its end nothing may run that a test did not end."""
+    """At its end nothing may run that a test did not end, but what the first one leaves alone."""
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
     for key, value in rig.environment.items():
         monkeypatch.setenv(key, value)
-    try:
-        yield
-        assert rig.jobs() == []
-        assert rig.servers() == []
-    finally:
-        if rig.jobs():
-            rig.preempt()
+    yield
+    left = [job for job in rig.jobs() if job not in rig.jobs("alone")]
+    rig.preempt(left)
+    assert left == []
+    assert rig.servers() == []
 
 
-async def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.2)
 
 
-async def test_an_agent_is_trained_over_the_tunnel(
+async def test_a_server_without_clients_ends_and_says_why(rig: SlurmRig, tmp_path: Path) -> None:
+    """Its two nodes are left alone from here on, for the last test to look at."""
+    provider = get_provider("skypilot")
+    store = (tmp_path / "store").as_uri()
+    asked = spec(store=store, lease_seconds=1, token="0" * 32, options={**ASKED, "num_nodes": 2})
+    await provider.launch(asked, "alone")
+    [found] = await provider.list()
+    assert (found.name, found.state) == ("alone", "running")
+    assert found.detail.startswith("slurm/artci, 2 nodes: ")
+    await provider.endpoint("alone")
+    await until(lambda: not rig.servers())
+    log = [line async for line in provider.logs("alone", follow=False)]
+    assert any("lease" in line for line in log)
+
+
+async def rollouts(model: art.TrainableModel[None]) -> art.TrajectoryGroup:
+    answer = await model.openai_client().chat.completions.create(
+        model=model.get_inference_name(), messages=QUESTION, max_tokens=4, n=2
+    )
+    return art.TrajectoryGroup(
+        art.Trajectory(messages_and_choices=[*QUESTION, choice], reward=float(number))
+        for number, choice in enumerate(answer.choices)
+    )
+
+
+async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     rig: SlurmRig, moto: S3Server, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's own YAML is taken, and a second launch of the name changes nothing."""
     moto.use(monkeypatch)
     task = tmp_path / "task.yaml"
     task.write_text(f"envs:\n  AWS_CA_BUNDLE: {moto.ca}\n")
-    asked = {**ASKED, "yaml": str(task), "store": f"s3://{moto.make_bucket()}/art"}
+    store = f"s3://{moto.make_bucket()}/art"
     model = art.TrainableModel(name="agent", project="tests", base_model=str(tiny_model))
-    question: art.Messages = [{"role": "user", "content": "1"}]
-    async with art.up("skypilot", name="one", **asked) as backend:
+    async with art.up("skypilot", name="one", store=store, yaml=str(task), **ASKED) as backend:
         await model.register(backend)
-        answer = await model.openai_client().chat.completions.create(
-            model=model.get_inference_name(), messages=question, max_tokens=4, n=2
-        )
-        group = art.TrajectoryGroup(
-            art.Trajectory(messages_and_choices=[*question, choice], reward=float(number))
-            for number, choice in enumerate(answer.choices)
-        )
-        assert (await backend.train(model, [group])).step == 1
+        assert (await backend.train(model, [await rollouts(model)])).step == 1
 
-        [found] = await fleet.status()
-        assert (found.name, found.provider, found.recorded) == ("one", "skypilot", True)
-        assert found.state in ("running", "unreachable")  # it has 5 s to answer
-        assert found.detail.startswith("slurm/artci, sky status art-cloud-one")
+        found = await fleet.status("one")
+        assert [(one.provider, one.recorded) for one in found] == [("skypilot", True)]
+        assert found[0].detail == "slurm/artci, sky status art-cloud-one"
+        assert found[0].state == "running"
         log = [line async for line in fleet.logs("one")]
         assert any("art-server" in line and "listens" in line for line in log)
         record = Registry().get("one")
         assert record is not None
-        [machine] = rig.jobs()
+        [machine] = rig.jobs("one")
         await get_provider("skypilot").launch(record.spec, "one")
-        assert rig.jobs() == [machine]
-        assert len(rig.servers()) == 1
-        assert not any(moto.secret_key in " ".join(one.cmdline()) for one in rig.servers())
-    assert await fleet.status() == []
+        assert rig.jobs("one") == [machine]
+        [server] = rig.servers()
+        assert moto.secret_key not in " ".join(server.cmdline())
+
+        rig.preempt([machine])
+        group = await rollouts(model)  # a pause
+        assert {sample.policy for one in group for sample in one.samples()} == {"tests/agent@1"}
+        assert (await backend.train(model, [group])).step == 2
+        assert rig.jobs("one") != [machine]
+    assert rig.jobs("one") == []
+    assert Checkpoints(open_store(store), model.full_name).steps() == [0, 1, 2]
     with pytest.raises(LaunchError, match=r"one.* gone"):
         await get_provider("skypilot").endpoint("one")
     assert not rig.holds(record.spec.token.get_secret_value())
-
-
-async def test_two_nodes_go_when_their_server_has_ended(rig: SlurmRig, tmp_path: Path) -> None:
-    """As its idle limit or its lease would end it. Nobody asks SkyPilot for anything."""
-    store = (tmp_path / "store").as_uri()
-    backend = await art.up("skypilot", name="two", num_nodes=2, store=store, **ASKED)
-    [found] = await get_provider("skypilot").list()
-    assert found.detail.startswith("slurm/artci, 2 nodes: ")
-    await backend.close()
-    for server in rig.servers():
-        server.terminate()
-    await until(lambda: not rig.jobs(), 240)
-    assert await get_provider("skypilot").list() == []
 
 
 async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
@@ -112,13 +132,24 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
         *("--name", "three", "--store", (tmp_path / "store").as_uri(), *options),
     )
     try:
-        await until(lambda: bool(rig.jobs()) or process.returncode is not None)
+        await until(lambda: bool(rig.jobs("three")) or process.returncode is not None)
     finally:
         process.kill()
         await process.wait()
     await fleet.down("three")
-    assert rig.jobs() == []
-    assert await fleet.status() == []
+    assert rig.jobs("three") == []
+
+
+async def test_a_setup_that_fails_is_shown_and_leaves_nothing(
+    rig: SlurmRig, tmp_path: Path
+) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text("setup: |\n  echo no driver\n  exit 3\n")
+    store = (tmp_path / "store").as_uri()
+    with pytest.raises(LaunchError, match=r"(?s)four ended, or was never started.*no driver"):
+        await art.up("skypilot", name="four", store=store, yaml=str(task), **ASKED)
+    assert rig.jobs("four") == []
+    assert Registry().list() == []
 
 
 @pytest.mark.parametrize(
@@ -133,14 +164,14 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
 )
 async def test_what_can_not_be_meant(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, LaunchError), match=message):
-        await get_provider("skypilot").offers(spec({**ASKED, **changes}))
+        await get_provider("skypilot").offers(spec(options={**ASKED, **changes}))
 
 
 async def test_a_yaml_that_runs_something_else_is_refused(tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text("run: sleep 1\n")
     with pytest.raises(ConfigError, match="`run`"):
-        await get_provider("skypilot").offers(spec({**ASKED, "yaml": str(task)}))
+        await get_provider("skypilot").offers(spec(options={**ASKED, "yaml": str(task)}))
 
 
 async def test_without_its_server_nothing_is_said_of_what_runs(
@@ -158,5 +189,7 @@ async def test_what_there_is_not() -> None:
         [line async for line in provider.logs("nothing", follow=False)]
 
 
-def spec(options: dict[str, Any]) -> ClusterSpec:
-    return ClusterSpec(provider="skypilot", store="file:///of/the/node", options=options)
+async def test_machines_go_by_themselves_when_their_server_has_ended(rig: SlurmRig) -> None:
+    """Those of the first test: autostop took them down, and SkyPilot knows."""
+    await until(lambda: not rig.jobs("alone"))
+    assert await get_provider("skypilot").list() == []
