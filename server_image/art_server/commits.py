@@ -61,7 +61,7 @@ Storing = Coroutine[Any, Any, Manifest]
 @dataclass
 class _Commit:
     draft: Manifest
-    again: Callable[[], Storing]
+    store: Callable[[], Storing]
     task: asyncio.Task[None]
 
 
@@ -86,9 +86,9 @@ class Commits:
         """The policies that are not durable."""
         return [commit.draft.policy for commit in self._commits.values()]
 
-    def begin(self, draft: Manifest, storing: Storing, again: Callable[[], Storing]) -> None:
-        """Follow a step to the store; `again` is for when it could not be stored."""
-        self._commits[draft.name] = _Commit(draft, again, self._start(draft, storing))
+    def begin(self, draft: Manifest, store: Callable[[], Storing]) -> None:
+        """`store` a step, and follow it there; again when it could not be stored."""
+        self._commits[draft.name] = _Commit(draft, store, self._start(draft, store()))
 
     async def settled(self, name: ModelName) -> None:
         """Return once no step of the model is pending. One that could not be stored is tried again.
@@ -98,7 +98,7 @@ class Commits:
         if (commit := self._commits.get(name)) is None:
             return
         if commit.task.done():
-            commit.task = self._start(commit.draft, commit.again())
+            commit.task = self._start(commit.draft, commit.store())
         await asyncio.shield(commit.task)
 
     async def retried(self, name: ModelName) -> None:

@@ -184,7 +184,6 @@ class Programs:
             if (found := await looking) is not None:
                 self._resident.pop(name, None)
                 return self.publisher.result(found)
-            report({"phase": f"loading {draft.policy}"})
             manifest = await self.publisher.publish(draft, report, keep)
         except BaseException as error:
             # what the trainer holds may be half a step: the next job reads the newest one again

@@ -55,17 +55,20 @@ class Publisher:
         behind = runtime.settings.durability == "async" and draft.kind != "init"
         tell = log_progress if behind else report
 
-        async def upload(saved: Awaitable[None], folder: Path) -> dict[str, Blob]:
-            await saved
-            return await self._upload(draft, folder, tell)
-
         async with runtime.new_step(draft) as folder:
-            await runtime.in_training_thread(trainer.save_adapter, name, folder)
+            saved = runtime.in_training_thread(trainer.save_adapter, name, folder)
+            report({"phase": f"loading {draft.policy}"})
+            await saved
             expected = runtime.in_training_thread(
                 trainer.next_logprobs, name, runtime.canary.prompt_ids, EXPECTED
             )
             saved = runtime.in_training_thread(trainer.save_optimizer, name, folder)
-            uploading = asyncio.create_task(upload(saved, folder))
+
+            async def upload() -> dict[str, Blob]:
+                await saved
+                return await self._upload(draft, folder, tell)
+
+            uploading = None if behind else asyncio.create_task(upload())
             try:
                 difference = await runtime.serve(draft, expected)
                 found = {
@@ -76,19 +79,15 @@ class Publisher:
                 draft = draft.model_copy(update=found)
                 await self.commits.settled(draft.name)
                 runtime.models.check_not_fenced(draft.name)
-                if behind:
-                    await saved
+                await saved
+                if uploading is None:
                     runtime.hold(draft.policy)
-                    self.commits.begin(
-                        draft,
-                        self._create(draft, uploading, keep, tell),
-                        lambda: self._create(draft, upload(saved, folder), keep, tell),
-                    )
+                    self.commits.begin(draft, lambda: self._create(draft, upload(), keep, tell))
                 else:
                     draft = await self._create(draft, uploading, keep, tell)
             except BaseException:
-                await asyncio.wait([uploading])
-                uploading.exception()  # it, or what came before it, is raised
+                await asyncio.wait([uploading or saved])
+                (uploading or saved).exception()  # it, or what came before it, is raised
                 raise
             runtime.models.set_newest(draft)
         if not behind:
