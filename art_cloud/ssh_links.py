@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .relay import End
 
 LOGIN_SECONDS = 30.0
-"""A `ProxyCommand` may take long to start: SkyPilot's is a Python program that imports all of it."""
+"""A `ProxyCommand` may take long to start: SkyPilot's is Python that imports all of SkyPilot."""
 KEEPALIVE_SECONDS, KEEPALIVES = 5, 3
 """Unless the ssh configuration says otherwise: a silent connection is given up after 20 s."""
 CONFIGS = ("~/.ssh/config", "/etc/ssh/ssh_config")
