@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
-EXPERIMENTS: list[str] = []
+EXPERIMENTS = ["codenames", "langgraph_agent", "openenv"]
 """Those that draw a curve."""
 
 
@@ -43,6 +45,24 @@ def test_an_experiment_trains_and_draws(name: str, tmp_path: Path) -> None:
     [measure] = [key.removesuffix("_before") for key in result if key.endswith("_before")]
     assert {f"{measure}_after", f"{measure}_control", "seconds"} < result.keys()
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("name", ["auto_rl", "mcp_rl"])
+def test_a_judge_is_all_that_it_takes(name: str, tmp_path: Path) -> None:
+    words = ["Where is the tea?", "How much room is left for rice in the south?"]
+
+    def judged(shown: Shown) -> float:
+        return len(json.dumps(shown.conversations)) % 100 / 100
+
+    with openai_server(either(generate(words.__getitem__), judge_by(judged))) as asked:
+        environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
+        options = ["--judge", "a-judge", "--json"]
+        lines = run(f"{name}/train.py", tmp_path, *options, environment=environment)
+    result = json.loads(lines[-1])
+    assert (result["step"], result["tasks"]) == (1, 1)
+    assert result["wins"] + result["losses"] + result["ties"] == 1
+    tools = {"auto_rl": "How many boxes of an item are in a hall.", "mcp_rl": "todo://list"}
+    assert tools[name] in asked.bodies[0]["messages"][1]["content"]
 
 
 def test_resume(tmp_path: Path) -> None:
