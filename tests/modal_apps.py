@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.empty_pb2 import Empty
@@ -50,6 +51,8 @@ class Apps(Sandboxes, Calls):
         self.servers: dict[str, Server] = {}
         self.functions: dict[str, Function] = {}
         self.containers = 0
+        self.restored: dict[str, Path] = {}
+        """By checkpoint: what appears in a container that was made from it."""
 
     async def MountBatchedCheckExistence(self, request: Any) -> Any:
         missing = [one for one in request.sha256_hex_hashes if one not in self.files]
@@ -213,6 +216,11 @@ class Apps(Sandboxes, Calls):
     async def ContainerServerLifecycleReady(self, _: Any) -> Any:
         return Empty()
 
+    async def ContainerCheckpoint(self, request: Any) -> Any:
+        """The memory is not taken, and the container goes on as one does that was restored."""
+        self.restored[request.checkpoint_id].write_text("{}")
+        return Empty()
+
     async def TaskResult(self, _: Any) -> Any:
         return Empty()
 
@@ -245,6 +253,14 @@ class Apps(Sandboxes, Calls):
         )
         self.containers += 1
         folder = self.plane.folder / "containers" / f"{app_id}-{self.containers:03}"
+        if function.checkpointing_enabled:
+            arguments.function_def.is_checkpointing_function = True
+            arguments.checkpoint_id = f"cp-{self.containers}"
+            self.restored[arguments.checkpoint_id] = folder / "restored.json"
+            environment = environment | {
+                "MODAL_ENABLE_SNAP_RESTORE": "1",
+                "MODAL_RESTORE_STATE_PATH": str(folder / "restored.json"),
+            }
         code = self._code(function)
         return await modal_containers.start(folder, arguments, code, server_url, environment)
 

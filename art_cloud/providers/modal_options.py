@@ -56,6 +56,8 @@ class Options(Frozen):
     """Scale to zero: a request starts the server, and `idle` without any ends it."""
     replicas: int = Field(default=0, ge=0)
     """Containers beside the one that trains that answer completions, at most; serverless only."""
+    snapshot: bool = False
+    """Start from a memory snapshot of a server that has imported all it needs; serverless only."""
 
     @property
     def price(self) -> float:
@@ -80,8 +82,8 @@ def options_of(spec: ClusterSpec) -> Options:
         raise ConfigError(
             f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
         ) from error
-    if options.replicas and not options.serverless:
-        raise ConfigError('up("modal", replicas=...) is for serverless=True.')
+    if (options.replicas or options.snapshot) and not options.serverless:
+        raise ConfigError('up("modal", ...): replicas= and snapshot= are for serverless=True.')
     return options
 
 

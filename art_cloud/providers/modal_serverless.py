@@ -154,6 +154,7 @@ async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[st
         "memory": options.memory,
         "window": int(min(spec.idle_seconds, LONGEST_WINDOW)),
         "replicas": options.replicas,
+        "snapshot": options.snapshot,
     }
 
 

@@ -85,6 +85,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="start of what is paid for; without it, now")  # fmt: skip
     parser.add_argument("--max-body", type=_mebibytes, default=512, metavar="MIB",
                         help=f"largest request that is taken; at most {JOURNAL_MIB}")  # fmt: skip
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="import everything, print 'ready', and go on with the environment "
+        "that standard input then gives, as a line of JSON",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)
     if math.isfinite(options.budget) and options.price is None:
@@ -144,6 +150,22 @@ def open_journal(state: Path, *, read_only: bool) -> Journal:
     if read_only and journal.models():
         raise ConfigError(f"{state} is of a server that trains: --read-only needs another --state.")
     return journal
+
+
+def wait_for_environment() -> None:
+    """Import what takes long, then wait to be told the environment: a snapshot of the memory that
+    is taken in between has no connection, no device and nothing of the store in it.
+
+    Raises `ConfigError` if standard input ends before.
+    """
+    from . import app, programs  # noqa: F401
+
+    print("ready", flush=True)
+    os.dup2(2, 1)  # nobody reads on
+    if not (told := sys.stdin.readline()):
+        raise ConfigError("--wait: standard input ended, and nobody said how to go on.")
+    os.environ.clear()
+    os.environ.update(json.loads(told))
 
 
 class Server(uvicorn.Server):
@@ -308,6 +330,8 @@ def main() -> None:
     for noisy in ("httpx", "transformers", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
+        if options.wait:
+            wait_for_environment()
         token = os.environ.pop(TOKEN, "")
         if not token:
             raise ConfigError(

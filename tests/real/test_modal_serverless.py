@@ -24,6 +24,7 @@ from ..modal_plane import ModalPlane, modal_plane
 
 ROOT = Path(__file__).parents[2]
 NAME = "agent"
+UNTIL_SECONDS = 240.0
 COMPLETIONS = "/v1/chat/completions"
 WINDOW = 4.0
 """Seconds without a request, after which the plane ends a container."""
@@ -38,7 +39,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlan
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(UNTIL_SECONDS):
         while not condition():
             await asyncio.sleep(0.02)
 
@@ -101,7 +102,7 @@ async def test_inference_scales_out_and_one_server_trains(
     model = art.TrainableModel(name="agent", project="modal", base_model=str(tiny_model))
     store = (tmp_path / "store").as_uri()
     async with art.up(
-        "modal", name=NAME, gpu="H100", serverless=True, replicas=2, store=store
+        "modal", name=NAME, gpu="H100", serverless=True, replicas=2, snapshot=True, store=store
     ) as backend:
         trains, answers = plane.servers
         await model.register(backend)
@@ -112,9 +113,10 @@ async def test_inference_scales_out_and_one_server_trains(
             rollouts = await asyncio.gather(*(rollout(model, 0.0) for _ in range(40)))
             return {one.samples()[0].policy for one in rollouts}
 
-        async with asyncio.timeout(60):
-            while len([one for one in answers.containers if one.listens]) < 2:
+        async with asyncio.timeout(UNTIL_SECONDS):
+            while answers.starts < 2:
                 assert await ask_many() == {"modal/agent@1"}
+        await until(lambda: [one.listens for one in answers.containers] == [True, True])
         assert (await backend.train(model, await group(model))).step == 2
         before = [one.asked[COMPLETIONS] for one in answers.containers]
         assert await ask_many() == {"modal/agent@2"}
@@ -122,6 +124,7 @@ async def test_inference_scales_out_and_one_server_trains(
         assert all(then < now for then, now in zip(before, after, strict=True))
         assert COMPLETIONS not in trains.containers[0].asked
         assert trains.starts == 1
+        assert plane.calls["ContainerCheckpoint"] == 3
 
         await asyncio.to_thread(plane.scale_down, trains)
         [found] = await fleet.status()
