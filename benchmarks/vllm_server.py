@@ -17,6 +17,7 @@ import aiohttp
 from art_server.tiny_model import make_tiny_model
 
 import art_cloud as art
+from art_cloud.protocol import Durability
 
 ROOT = Path(__file__).parents[1]
 STARTING_SECONDS = 180.0
@@ -68,7 +69,8 @@ class Servers:
     policy: str
     alias: str
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, durability: Durability = "sync") -> None:
+        scratch.mkdir(exist_ok=True)
         self.scratch = scratch
         self.folder = make_tiny_model(scratch / "tiny")
         self.model = art.TrainableModel(name="bench", project="bench", base_model=str(self.folder))
@@ -76,7 +78,7 @@ class Servers:
         token = secrets.token_hex(16)
         state = scratch / "state"
         arguments = ["--engine", "vllm", "--model", str(self.folder), "--state", str(state)]
-        arguments += ["--store", str(scratch / "store")]
+        arguments += ["--store", str(scratch / "store"), "--durability", durability]
         self._token, self._endpoint = token, state / "endpoint.json"
         self._process = multiprocessing.get_context("spawn").Process(
             target=_serve, args=(scratch, arguments, token)
