@@ -173,6 +173,41 @@ async def test_parallel_calls_sub_agents_and_compaction_are_histories_of_their_o
     assert len(trajectory.samples()) == 2 + 3 * 2 + 1 + 2
 
 
+async def test_an_agent_that_compacts_its_history_is_trained_on_all_of_it(
+    model: art.TrainableModel[Any],
+) -> None:
+    """Every two turns it has the model sum up, and goes on with nothing but the summary."""
+    system: Any = {"role": "system", "content": "You take notes."}
+    sum_up: Any = {"role": "user", "content": "Sum up."}
+
+    async def agent(client: openai.AsyncOpenAI) -> None:
+        history = [system, QUESTION]
+        for turn in range(1, 5):
+            answer = await ask(client, history)
+            history.append(said(answer.choices[0].message.content))
+            if turn % 2 == 0:
+                summary = (await ask(client, [*history, sum_up])).choices[0].message.content
+                history = [system, {"role": "user", "content": f"So far: {turn} {summary}"}]
+            else:
+                history.append(QUESTION)
+
+    async def rollout(number: int) -> art.Trajectory:
+        async with model.record() as trajectory, client_of(trajectory) as client:
+            await agent(client)
+        trajectory.reward = float(number)
+        return trajectory
+
+    group = [await rollout(number) for number in range(2)]
+    for trajectory in group:
+        whole = ["system", *["user", "choice"] * 3]
+        assert [shape(trajectory), *map(shape, trajectory.additional_histories)] == [whole, whole]
+        [compacted] = trajectory.additional_histories
+        assert str(compacted.messages()[1]["content"]).startswith("So far: 2")
+    result = await model.train([art.TrajectoryGroup(group)], learning_rate=1e-5)
+    assert result.metrics["samples"] == 2 * 6
+    assert result.metrics["kl_sampler"] < 1e-8
+
+
 async def test_what_a_client_gives_up_is_counted_and_not_trained_on(
     model: art.TrainableModel[Any],
 ) -> None:
