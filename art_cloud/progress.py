@@ -1,4 +1,5 @@
-"""Progress that a person can see: bars on a terminal or in a notebook, else lines at milestones.
+"""Progress that a person can see: bars on a terminal, or in a notebook that has ipywidgets; else
+lines at milestones.
 
 `ART_PROGRESS=0` turns both off. All goes to standard error, so that output can be piped.
 """
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from rich import filesize
 from rich.console import Console
@@ -154,7 +156,7 @@ def progress(
     """
     if description is None or not enabled():
         yield Bar("", total)
-    elif console.is_terminal or console.is_jupyter:
+    elif console.is_terminal or (console.is_jupyter and find_spec("ipywidgets")):
         bar = _TerminalBar(description, total, in_bytes)
         try:
             yield bar

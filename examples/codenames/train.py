@@ -20,10 +20,10 @@ import art_cloud as art
 from art_cloud.demo import Experiment, run_example
 
 KINDS = {
-    "animal": ["cat", "dog"],
-    "color": ["red", "blue"],
-    "drink": ["tea", "milk"],
-    "plant": ["rose", "tree"],
+    "pet": ["cat", "dog"],
+    "hue": ["red", "blue"],
+    "metal": ["iron", "gold"],
+    "tree": ["oak", "fir"],
 }
 OURS, OTHERS = 2, 2
 GROUPS = 16
