@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from art_cloud.tools import ToolResult
 from art_cloud.trajectory import Tools
 
-PEOPLE = ("Alex", "Kim", "Sam", "Lee")
+PEOPLE = ("Joe", "Lee", "Pat", "Zoe")
 TOPICS = {
     "trip": ("train", "Our train leaves at {}."),
     "flat": ("rent", "You can pay the rent until {}."),
     "birthday": ("party", "The party begins at {}."),
     "tooth": ("dentist", "The dentist sees you at {}."),
-    "box": ("parcel", "They bring the parcel at {}."),
-    "meal": ("lunch", "I have a table for lunch at {}."),
+    "film": ("movie", "Let us meet before the movie at {}."),
+    "hair": ("barber", "The barber has time at {}."),
 }
 """What a question calls it, what mails call it, and what they say."""
 HOURS = tuple(str(hour) for hour in range(1, 7))
@@ -63,7 +63,7 @@ class Mailbox:
             for hour in [chance.choice(HOURS)]
         ]
         self.wanted, self.hour, topic = chance.choice(mails)
-        self.question = f"What hour did {self.wanted.sender} name for the {topic}?"
+        self.question = f"About the {topic}: what hour did {self.wanted.sender} name?"
         chance.shuffle(mails)
         self._database = sqlite3.connect(":memory:")
         self._database.execute("CREATE VIRTUAL TABLE mails USING fts5(sender, subject, body)")

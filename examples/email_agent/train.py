@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from inbox import HITS, HOURS, PEOPLE, TOOLS, TOPICS, Desk, Mailbox
+from inbox import HITS, HOURS, TOOLS, TOPICS, Desk, Mailbox
 
 import art_cloud as art
 from art_cloud.demo import Experiment, experiment_parser, run_example
@@ -26,6 +26,8 @@ GROUPS = 8
 WARM_UP = 600
 HELD_OUT = range(1_000_000, 1_000_200)
 MAX_TURNS = 5
+WORDS = [word for word, _ in TOPICS.values()]
+WAYS = [*["search read answer"] * 3, "search search read answer", "search answer"]
 WEIGHTS = {"found": 0.2, "read": 0.2, "right": 0.4, "source": 0.1, "quick": 0.1}
 
 
@@ -54,33 +56,32 @@ def judged(judge: str, group: art.TrajectoryGroup) -> Awaitable[art.TrajectoryGr
     return art.ruler_score_group(group, judge)
 
 
-def random_work(seed: int) -> art.Trajectory:
-    """Calls in their right form and with arguments at random: the format, not the skill."""
+def clumsy_work(seed: int) -> art.Trajectory:
+    """The format, not the skill: it searches for the person and mostly the wrong word, reads any of
+    the hits, answers with the hour that it read, and names any of the hits."""
     chance = random.Random(seed)  # noqa: S311
-    desk = Desk(Mailbox(seed))
-    messages: list[Any] = [{"role": "user", "content": desk.mailbox.question}]
+    mailbox = Mailbox(seed)
+    desk = Desk(mailbox)
+    messages: list[Any] = [{"role": "user", "content": mailbox.question}]
 
-    def call(name: str, **arguments: str | int) -> None:
+    def call(name: str, **arguments: str | int) -> str:
+        text = desk.act(name, arguments).text
         function = {"name": name, "arguments": json.dumps(arguments)}
         call = {"id": f"call-{len(messages)}", "type": "function", "function": function}
-        text = desk.act(name, arguments).text
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+        return text
 
-    def search() -> None:
-        words = chance.choice([word for word, _ in TOPICS.values()])
-        call("search", query=f"{chance.choice(PEOPLE)} {words}")
-
-    def pick() -> int:
-        return chance.randint(1, HITS)
-
-    search()
-    then = chance.choice(("search again", "answer at once", "read", "read", "read"))
-    if then == "search again":
-        search()
-    if then != "answer at once":
-        call("read", hit=pick())
-    call("answer", text=chance.choice(HOURS), hit=pick())
+    hour = chance.choice(HOURS)
+    for action in chance.choice(WAYS).split():
+        hit = chance.randint(1, HITS)
+        if action == "search":
+            word = chance.choice([mailbox.wanted.subject, *WORDS])
+            call("search", query=f"{mailbox.wanted.sender} {word}")
+        elif action == "read":
+            hour = call("read", hit=hit).removesuffix(".")[-1]
+        else:
+            call("answer", text=hour, hit=hit)
     return art.Trajectory(messages_and_choices=messages[:-1], tools=TOOLS)
 
 
@@ -90,7 +91,7 @@ email_agent: Experiment[int] = Experiment(
     rollout=rollout,
     tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
     held_out=HELD_OUT,
-    warm_up=[random_work(-seed) for seed in range(1, WARM_UP + 1)],
+    warm_up=[clumsy_work(-seed) for seed in range(1, WARM_UP + 1)],
     warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=8),
     config=art.TrainConfig(learning_rate=7e-4),
     steps=STEPS,

@@ -15,9 +15,9 @@ from itertools import permutations, product
 from typing import Literal, NamedTuple, TypeAlias
 
 NAMES = (
-    ("Ann", "Bob", "Cat", "Dan"),
-    ("bar", "inn", "tower", "mill"),
-    ("axe", "wire", "dart", "gun"),
+    ("Joe", "Lee", "Pat", "Zoe"),
+    ("hall", "mill", "pool", "yard"),
+    ("bat", "net", "oar", "saw"),
     ("1", "2", "3", "4"),
 )
 CRIME = ("{}", "in the {}", "with the {}", "at {}")
@@ -47,7 +47,10 @@ Cast: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 class World(NamedTuple):
-    """What may have happened. `rows[suspect]` has the suspect's own number, place, thing, hour."""
+    """What may have happened. `rows[suspect]` has the suspect's own number, place, thing, hour.
+
+    Numbers are places in a puzzle's cast.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     culprit: int
@@ -147,17 +150,16 @@ def make_puzzle(level: Level, seed: int, *, held_out: bool = False) -> Puzzle:
         answer = _names(truth, cast)
         if (sum(map(tuple.index, NAMES, answer)) % 3 == 0) == held_out:
             break
-    candidates = [clue for clue in _clues(level) if clue.holds(truth)]
-    chance.shuffle(candidates)
+    true = [clue for clue in _clues(level) if clue.holds(truth)]
     clues: list[Clue] = []
-    for clue in candidates:
+    for clue in chance.sample(true, len(true)):
         left = [world for world in possible if clue.holds(world)]
         if len(left) < len(possible):
             possible = left
             clues.append(clue)
         if len({world.answer for world in possible}) == 1:
             break
-    return Puzzle(cast, tuple(clues), answer)
+    return Puzzle(cast, tuple(sorted(clues, key=true.index)), answer)
 
 
 def solve(puzzle: Puzzle) -> set[tuple[str, ...]]:

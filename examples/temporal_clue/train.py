@@ -21,16 +21,16 @@ NAME, TITLE = "temporal-clue", "Temporal Clue"
 STEPS = 40
 QUESTIONS = ("who", "where", "what", "when")
 GROUPS = 16
-WARM_UP = 2500
+WARM_UP = 2000
 HELD_OUT = range(1_000_000, 1_000_300)
 MAX_TOKENS = 1000
-RULES = """\
-Solve the crime. Each suspect was in a place, had a thing and came at an hour of their own. \
-Last line: who where what when, a word each."""
+RULES = "Solve the crime. Last line: who where what when, a word each."
+OWN = " Each suspect was in a place, had a thing and came at an hour of their own."
 
 
-def ask(puzzle: Puzzle) -> list[Message]:
-    return [{"role": "system", "content": RULES}, {"role": "user", "content": str(puzzle)}]
+def ask(level: Level, puzzle: Puzzle) -> list[Message]:
+    rules = RULES if level.kinds == ("direct",) else RULES + OWN
+    return [{"role": "system", "content": rules}, {"role": "user", "content": str(puzzle)}]
 
 
 def temporal_clue(level: Level) -> Experiment[int]:
@@ -38,7 +38,7 @@ def temporal_clue(level: Level) -> Experiment[int]:
         model: art.TrainableModel[Any], seed: int, *, step: int | None = None
     ) -> art.Trajectory:
         puzzle = make_puzzle(level, seed, held_out=seed in HELD_OUT)
-        messages = ask(puzzle)
+        messages = ask(level, puzzle)
         completion = await model.openai_client().chat.completions.create(
             model=model.get_inference_name(step),
             messages=messages,
@@ -60,19 +60,25 @@ def temporal_clue(level: Level) -> Experiment[int]:
         rollout=rollout,
         tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
         held_out=HELD_OUT,
-        warm_up=[guess(level, -seed) for seed in range(1, WARM_UP + 1)],
+        warm_up=[clumsy_answer(level, -seed) for seed in range(1, WARM_UP + 1)]
+        if level == LEVELS["tiny"]
+        else (),
         warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=16),
         config=art.TrainConfig(learning_rate=7e-4),
         steps=STEPS,
     )
 
 
-def guess(level: Level, seed: int) -> Messages:
-    """A puzzle and four of its names at random: the format of an answer, not the skill."""
+def clumsy_answer(level: Level, seed: int) -> Messages:
+    """The format, and a little of the skill: every second word is right, the others are any name of
+    the puzzle that fits."""
     chance = random.Random(seed)  # noqa: S311
     puzzle = make_puzzle(level, seed)
-    words = " ".join(map(chance.choice, puzzle.cast))
-    return [*ask(puzzle), {"role": "assistant", "content": words}]
+    words = [
+        chance.choice((right, chance.choice(names)))
+        for right, names in zip(puzzle.answer, puzzle.cast, strict=True)
+    ]
+    return [*ask(level, puzzle), {"role": "assistant", "content": " ".join(words)}]
 
 
 if __name__ == "__main__":

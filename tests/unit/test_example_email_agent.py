@@ -23,7 +23,7 @@ def query(desk: Any) -> str:
 def test_the_same_seed_gives_the_same_mailbox() -> None:
     one, same, other = (inbox.Mailbox(seed) for seed in (1, 1, 2))
     assert (one.question, one.wanted, one.hour) == (same.question, same.wanted, same.hour)
-    assert one.search("lunch") == same.search("lunch") != other.search("lunch")
+    assert one.search("party") == same.search("party") != other.search("party")
 
 
 def test_a_question_names_the_person_and_not_the_word_of_the_mail() -> None:
@@ -75,7 +75,7 @@ def test_partial_credit(desk: Any) -> None:
     [
         ("read", {"hit": 1}),  # nothing was searched for yet
         ("read", {"hit": "1"}),
-        ("search", {"words": "lunch"}),
+        ("search", {"words": "party"}),
         ("answer", {"text": "3"}),
         ("send", {}),
     ],
