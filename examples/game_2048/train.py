@@ -174,7 +174,7 @@ def game_2048(level: Level) -> Experiment[int]:
         tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
         held_out=range(1_000_000, 1_000_500),
         warm_up=[move for seed in range(WARM_UP_GAMES) for move in random_moves(level, -seed - 1)],
-        warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
+        warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=16),
         config=art.TrainConfig(learning_rate=7e-4),
         steps=STEPS,
     )

@@ -138,7 +138,7 @@ if __name__ == "__main__":
             watched=watched,
             held_out=HELD_OUT,
             warm_up=[move for seed in range(WARM_UP_GAMES) for move in random_moves(-seed - 1)],
-            warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
+            warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=16),
             config=art.TrainConfig(learning_rate=7e-4),
         ),
         title="Tic-tac-toe by self-play, measured against a random opponent",
