@@ -57,6 +57,8 @@ class Server:
     start: Start
     url: str = ""
     starts: int = 0
+    refusals: int = 0
+    """How often there was no capacity for a container."""
     containers: list[Running] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     """With which its containers ended."""
@@ -141,6 +143,9 @@ class Server:
         if self._starting.locked() or len(self.containers) >= most:
             return
         async with self._starting:
+            if not self.plane.capacity:
+                self.refusals += 1
+                return
             self.starts += 1
             port = free_port()
             one = Running(await self.start(self, port), port)

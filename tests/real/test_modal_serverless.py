@@ -165,6 +165,22 @@ async def test_what_modal_refuses_to_deploy(plane: ModalPlane, tmp_path: Path) -
     assert await fleet.status() == []
 
 
+async def test_given_up_while_there_is_no_capacity(plane: ModalPlane, tmp_path: Path) -> None:
+    async def up() -> None:
+        await art.up("modal", name=NAME, gpu="H100", serverless=True, store=str(tmp_path))
+
+    plane.capacity = False
+    waiting = asyncio.create_task(up())
+    await until(lambda: any(server.refusals for server in plane.servers))
+    [found] = await fleet.status()
+    assert found.state == "asleep"
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await fleet.status() == []
+    assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
+
+
 async def test_deployed_by_hand(plane: ModalPlane) -> None:
     async def run_modal(*arguments: str, **variables: str) -> None:
         process = await asyncio.create_subprocess_exec(
