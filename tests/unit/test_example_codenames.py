@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+from ..example_modules import load
 
-import pytest
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "codenames" / "train.py"
+codenames = load("codenames/train.py")
 
 
-@pytest.fixture(scope="module")
-def codenames() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("codenames", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["codenames"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_only_the_spymaster_knows_whose_the_words_are(codenames: ModuleType) -> None:
+def test_only_the_spymaster_knows_whose_the_words_are() -> None:
     game = codenames.Game(3)
     assert set(game.ours) == set(codenames.KINDS[game.kind])
     assert len(set(game.board)) == codenames.OURS + codenames.OTHERS
@@ -36,7 +20,7 @@ def test_only_the_spymaster_knows_whose_the_words_are(codenames: ModuleType) -> 
     assert len(boards) > 4, "where our words lie says nothing"
 
 
-def test_a_clue_is_one_word_that_does_not_lie_on_the_board(codenames: ModuleType) -> None:
+def test_a_clue_is_one_word_that_does_not_lie_on_the_board() -> None:
     game = codenames.Game(3)
     assert game.is_clue(game.kind)
     assert not game.is_clue(game.board[0])
@@ -44,7 +28,7 @@ def test_a_clue_is_one_word_that_does_not_lie_on_the_board(codenames: ModuleType
     assert not game.is_clue("")
 
 
-def test_the_first_wrong_guess_ends_the_game(codenames: ModuleType) -> None:
+def test_the_first_wrong_guess_ends_the_game() -> None:
     game = codenames.Game(3)
     other = next(word for word in game.board if word not in game.ours)
     assert game.guess(game.ours[0])
@@ -53,7 +37,7 @@ def test_the_first_wrong_guess_ends_the_game(codenames: ModuleType) -> None:
     assert (game.found, game.broken) == (1, False)
 
 
-def test_a_word_that_is_not_there_breaks_the_rules(codenames: ModuleType) -> None:
+def test_a_word_that_is_not_there_breaks_the_rules() -> None:
     game = codenames.Game(3)
     assert game.guess(game.ours[0])
     assert not game.guess(game.ours[0])
@@ -64,7 +48,7 @@ def test_a_word_that_is_not_there_breaks_the_rules(codenames: ModuleType) -> Non
     assert (won.found, won.broken) == (2, False)
 
 
-def test_the_spymaster_is_not_taught_what_to_say(codenames: ModuleType) -> None:
+def test_the_spymaster_is_not_taught_what_to_say() -> None:
     said = [next(codenames.warm_up(seed)) for seed in range(400)]
     right = sum(
         conversation[1]["content"] == codenames.Game(seed).kind

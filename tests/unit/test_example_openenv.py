@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from openenv.core import GenericEnvClient
 
+from ..example_modules import load
 from .stand_in import serve
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "openenv" / "blackjack.py"
 
 
 @pytest.fixture(scope="module")
 def blackjack() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("blackjack", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["blackjack"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load("openenv/blackjack.py")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +64,8 @@ def test_more_than_21_and_what_is_no_move_lose(blackjack: ModuleType) -> None:
 async def test_sessions_are_games_of_their_own_and_a_seed_repeats_one(
     blackjack: ModuleType,
 ) -> None:
+    from openenv.core import GenericEnvClient  # slow, so not while tests are collected
+
     async def game(url: str, seed: int) -> list[Any]:
         async with GenericEnvClient(base_url=url) as environment:
             seen = [await environment.reset(seed=seed)]
