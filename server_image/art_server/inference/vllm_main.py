@@ -3,7 +3,8 @@
 Each of its processes ends when its parent does, or its standard input, of which the one who started
 vLLM holds the other end: nothing is left whatever kills that process, or one of these, or both.
 Its logprobs are those of the temperature that was sampled at. What does not fit into the context is
-refused. And on a CPU the base model stays itself beside adapters.
+refused. And on a CPU an adapter is multiplied by once for a batch, and the base model stays itself
+beside adapters.
 """
 
 from __future__ import annotations
