@@ -101,7 +101,7 @@ async def instances() -> list[Instance]:
             Instance(
                 name=app.name.removeprefix(PREFIX),
                 provider="modal",
-                state="running" if app.containers and await _is_awake(app.name) else "asleep",
+                state="running" if app.containers and await _trains(app.name) else "asleep",
                 started_at=(await get_app_lifecycle.aio(app.app_id)).created_at,
                 detail=f"{app.app_id}, containers: {app.containers}",
             )
@@ -110,8 +110,11 @@ async def instances() -> list[Instance]:
         ]
 
 
-async def _is_awake(app: str) -> bool:
-    """Whether the server that trains is, and not only replicas: then it is asked how it does."""
+async def _trains(app: str) -> bool:
+    """Whether what runs of an app is the server that trains, or only replicas: to ask it how it
+    does would wake it."""
+    if await _url(app.removeprefix(PREFIX), REPLICA) is None:
+        return True
     server = modal.Server.from_name(app, SERVER)
     return bool(await server._experimental_list_containers.aio())
 
