@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -222,6 +223,8 @@ class SlurmRig:
         )
         self._write_catalog()
         self._write_tools()
+        # part of names in /tmp, which rigs share
+        write(self.home / ".sky" / "user_hash", secrets.token_hex(4))
         write(at / "hosts", f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
         users = Path("/etc/passwd").read_text()
         write(at / "passwd", f"skynode:x:0:0::{self.nodes}:/bin/bash\n{users}")
@@ -239,7 +242,8 @@ class SlurmRig:
             for node in {" ".join(NODES)}; do slurmd -N $node; done
             {SSHD} -f {at}/sshd_config -E {at}/log/sshd.log
             until [ "$(sinfo --noheader -t idle --format=%D)" = {len(NODES)} ]; do sleep 0.1; done
-            env -u SLURM_CONF {sky} api start --host 127.0.0.1
+            env -u SLURM_CONF {sky} api start --foreground --host 127.0.0.1 &
+            until nc -z 127.0.0.1 {self.port}; do sleep 0.1; done
             touch {at}/ready
             while true; do wait; sleep 1; done
             """,
@@ -265,8 +269,8 @@ class SlurmRig:
                 csv.writer(file).writerows(rows)
 
     def _write_tools(self) -> None:
-        """What SkyPilot would download to a node: uv, which there takes the Python that is here,
-        and brings what SkyPilot needs of packages."""
+        """What SkyPilot would download to a node: uv, which there takes the Python and the packages
+        that are here, SkyPilot's own among them."""
         uv = Path(sysconfig.get_path("scripts")) / "uv"
         has = next((PYTHON.parents[1] / "lib").glob("python*"))
         write(
@@ -280,9 +284,10 @@ class SlurmRig:
             [ "$1" = venv ] || exec {uv} "${{arguments[@]}}"
             {uv} "${{arguments[@]}}"
             for folder in "${{arguments[@]}}"; do
-              [ ! -e "$folder/pyvenv.cfg" ] || cp --recursive --link --no-clobber \
-                {has}/site-packages "$folder/lib/{has.name}/" 2>/dev/null || \
-                cp --recursive --no-clobber {has}/site-packages "$folder/lib/{has.name}/"
+              [ -e "$folder/pyvenv.cfg" ] || continue
+              cp --archive --link --no-clobber {has} "$folder/lib/" 2>/dev/null ||
+                cp --archive --no-clobber {has} "$folder/lib/"
+              hash="$(ls ~/.sky/wheels)" && echo "$hash" > ~/.sky/wheels/current_sky_wheel_hash
             done
             """,
         )

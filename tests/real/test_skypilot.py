@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet
+from art_cloud import fleet, sweep
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
@@ -123,7 +123,7 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     assert not rig.holds(record.spec.token.get_secret_value())
 
 
-async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
+async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     rig: SlurmRig, tmp_path: Path
 ) -> None:
     options = [part for key, value in ASKED.items() for part in ("-o", f"{key}={value}")]
@@ -136,8 +136,13 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_down_does_not_find(
     finally:
         process.kill()
         await process.wait()
-    await fleet.down("three")
+    found, failures = await sweep.look()
+    assert failures == []
+    [ghost] = [one for one in found if one.name == "three"]
+    assert ghost.kept is None
+    await sweep.end([ghost])
     assert rig.jobs("three") == []
+    assert Registry().list() == []
 
 
 async def test_a_setup_that_fails_is_shown_and_leaves_nothing(
@@ -150,6 +155,14 @@ async def test_a_setup_that_fails_is_shown_and_leaves_nothing(
         await art.up("skypilot", name="four", store=store, yaml=str(task), **ASKED)
     assert rig.jobs("four") == []
     assert Registry().list() == []
+
+
+async def test_offers_are_what_can_be_taken() -> None:
+    """Slurm has no A100, and SkyPilot knows no price for what it has."""
+    choices = [{"accelerators": "A100"}, {"accelerators": "H100"}]
+    asked = spec(options={"cloud": "slurm", "any_of": choices}, max_hourly=1.0)
+    [offer] = await get_provider("skypilot").offers(asked)
+    assert (offer.region, offer.machine, offer.price_per_hour) == ("slurm", "H100:1", 0.0)
 
 
 @pytest.mark.parametrize(
