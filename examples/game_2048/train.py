@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import count, islice
 from math import log2
 from typing import Any
 
@@ -23,7 +24,7 @@ from art_cloud.demo import Experiment, experiment_parser, run_example
 
 NAME, STEPS = "game-2048", 40
 PENALTY = 0.5
-WARM_UP_GAMES = 600
+WARM_UP_MOVES = 4500
 GROUPS = 16
 
 Board = list[list[int]]
@@ -167,13 +168,14 @@ def game_2048(level: Level) -> Experiment[int]:
             metadata={"seed": seed},
         )
 
+    warm_up = (move for seed in count(1) for move in random_moves(level, -seed))
     return Experiment(
         name=NAME,
         measure="reached",
         rollout=play,
         tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
         held_out=range(1_000_000, 1_000_500),
-        warm_up=[move for seed in range(WARM_UP_GAMES) for move in random_moves(level, -seed - 1)],
+        warm_up=list(islice(warm_up, WARM_UP_MOVES)),
         warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=16),
         config=art.TrainConfig(learning_rate=7e-4),
         steps=STEPS,
