@@ -21,7 +21,7 @@ NAME, TITLE = "temporal-clue", "Temporal Clue"
 STEPS = 40
 QUESTIONS = ("who", "where", "what", "when")
 GROUPS = 16
-WARM_UP = 2000
+WARM_UP = 1500
 HELD_OUT = range(1_000_000, 1_000_300)
 MAX_TOKENS = 1000
 RULES = "Solve the crime. Last line: who where what when, a word each."
@@ -63,7 +63,7 @@ def temporal_clue(level: Level) -> Experiment[int]:
         warm_up=[clumsy_answer(level, -seed) for seed in range(1, WARM_UP + 1)]
         if level == LEVELS["tiny"]
         else (),
-        warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=16),
+        warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
         config=art.TrainConfig(learning_rate=7e-4),
         steps=STEPS,
     )
