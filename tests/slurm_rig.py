@@ -269,8 +269,8 @@ class SlurmRig:
                 csv.writer(file).writerows(rows)
 
     def _write_tools(self) -> None:
-        """What SkyPilot would download to a node: uv, which there takes the Python and the packages
-        that are here, SkyPilot's own among them."""
+        """What SkyPilot would download to a node: uv, which there takes the Python that is here,
+        and the packages that SkyPilot needs."""
         uv = Path(sysconfig.get_path("scripts")) / "uv"
         has = next((PYTHON.parents[1] / "lib").glob("python*"))
         write(
@@ -287,7 +287,6 @@ class SlurmRig:
               [ -e "$folder/pyvenv.cfg" ] || continue
               cp --archive --link --no-clobber {has} "$folder/lib/" 2>/dev/null ||
                 cp --archive --no-clobber {has} "$folder/lib/"
-              hash="$(ls ~/.sky/wheels)" && echo "$hash" > ~/.sky/wheels/current_sky_wheel_hash
             done
             """,
         )
