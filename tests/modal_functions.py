@@ -68,6 +68,11 @@ class Function:
     worked: list[api.FunctionPutOutputsItem] = field(default_factory=list)
     """What its containers handed in, with when they began and ended by their own clocks."""
 
+    @property
+    def is_up(self) -> bool:
+        """Whether all containers that were started have asked for an input."""
+        return not self.starting and all(worker.is_up for worker in self.workers)
+
     async def add(self, *inputs: Input) -> None:
         self.queue.extend(inputs)
         wanted = len(self.queue) + sum(worker.holds is not None for worker in self.workers)
@@ -105,6 +110,7 @@ class Worker:
     def __init__(self, function: Function) -> None:
         self.function = function
         self.container: Container | None = None
+        self.is_up = False
         self.holds: Input | None = None
 
     def authenticate(self, metadata: Any) -> None:
@@ -125,8 +131,8 @@ class Worker:
         return Empty()
 
     async def FunctionGetInputs(self, _: Any) -> Any:
-        function = self.function
-        while function.starting or not function.queue:  # the first would take all
+        function, self.is_up = self.function, True
+        while not (function.queue and function.is_up):  # else the first would take all
             await asyncio.sleep(POLL_SECONDS)
         input_ = self.holds = function.queue.popleft()
         if function.plane.preemptions:
