@@ -70,7 +70,15 @@ def offers(task: dict[str, Any]) -> list[dict[str, Any]]:
     made, dag = make_task(task), sky.Dag()
     dag.add(made)
     sdk.stream_and_get(sdk.optimize(dag), output_stream=Lines())
-    found = [offer for wanted in made.resources for offer in offers_of(wanted, clouds)]
+    found: list[dict[str, Any]] = []
+    reasons: list[ValueError] = []
+    for wanted in made.resources:
+        try:
+            found += offers_of(wanted, clouds)
+        except ValueError as error:  # a cloud that has none of these
+            reasons.append(error)
+    if reasons and not found:
+        raise reasons[0]
     for offer in found:
         offer["price_per_hour"] *= made.num_nodes
     return sorted(found, key=lambda offer: float(offer["price_per_hour"]))
