@@ -1,4 +1,4 @@
-"""An OpenEnv environment, over its own protocol: the agent learns when to stop in blackjack.
+"""An OpenEnv environment, over its own protocol: the agent learns not to bust in blackjack.
 
     python examples/openenv/train.py --control
     python examples/openenv/train.py --provider ssh -o host=gpu --base-model Qwen/Qwen3-4B
@@ -122,7 +122,7 @@ def experiment(url: str) -> Experiment[int]:
         warm_up=[warm_up(seed) for seed in range(WARM_UP)],
         warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
         config=art.TrainConfig(learning_rate=7e-4),
-        steps=30,
+        steps=15,
     )
 
 
