@@ -15,7 +15,7 @@ from ..openai_server import KEY, Shown, either, generate, judge_by, openai_serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
-EXPERIMENTS = ["codenames", "langgraph_agent", "openenv"]
+EXPERIMENTS = ["codenames", "game_2048", "langgraph_agent", "openenv", "tic_tac_toe"]
 """Those that draw a curve."""
 
 
