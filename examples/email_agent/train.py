@@ -21,9 +21,9 @@ from inbox import HITS, HOURS, TOOLS, TOPICS, Desk, Mailbox
 import art_cloud as art
 from art_cloud.demo import Experiment, experiment_parser, run_example
 
-NAME, TITLE, STEPS = "email-agent", "Email agent", 40
+NAME, TITLE, STEPS = "email-agent", "Email agent", 30
 GROUPS = 8
-WARM_UP = 600
+WARM_UP = 1500
 HELD_OUT = range(1_000_000, 1_000_200)
 MAX_TURNS = 5
 WORDS = [word for word, _ in TOPICS.values()]
@@ -57,8 +57,8 @@ def judged(judge: str, group: art.TrajectoryGroup) -> Awaitable[art.TrajectoryGr
 
 
 def clumsy_work(seed: int) -> art.Trajectory:
-    """The format, not the skill: it searches for the person and mostly the wrong word, reads any of
-    the hits, answers with the hour that it read, and names any of the hits."""
+    """The format, and a little of the skill: it searches for the person and, every second time, the
+    right word, reads any of the hits, answers with the hour that it read, and names any hit."""
     chance = random.Random(seed)  # noqa: S311
     mailbox = Mailbox(seed)
     desk = Desk(mailbox)
@@ -76,7 +76,7 @@ def clumsy_work(seed: int) -> art.Trajectory:
     for action in chance.choice(WAYS).split():
         hit = chance.randint(1, HITS)
         if action == "search":
-            word = chance.choice([mailbox.wanted.subject, *WORDS])
+            word = chance.choice((mailbox.wanted.subject, chance.choice(WORDS)))
             call("search", query=f"{mailbox.wanted.sender} {word}")
         elif action == "read":
             hour = call("read", hit=hit).removesuffix(".")[-1]
@@ -92,7 +92,7 @@ email_agent: Experiment[int] = Experiment(
     tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
     held_out=HELD_OUT,
     warm_up=[clumsy_work(-seed) for seed in range(1, WARM_UP + 1)],
-    warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=8),
+    warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
     config=art.TrainConfig(learning_rate=7e-4),
     steps=STEPS,
 )

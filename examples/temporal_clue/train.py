@@ -18,7 +18,7 @@ from art_cloud.demo import Experiment, experiment_parser, run_example
 from art_cloud.trajectory import Message, Messages
 
 NAME, TITLE = "temporal-clue", "Temporal Clue"
-STEPS = 40
+STEPS = 50
 QUESTIONS = ("who", "where", "what", "when")
 GROUPS = 16
 WARM_UP = 1500
