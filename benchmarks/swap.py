@@ -2,9 +2,10 @@
 
 Ours is a `backend.train` call and what follows it, as its caller sees it: the step is saved, loaded
 by vLLM, compared with the trainer (the canary), told to the client, and the first token of a stream
-by the new step has come through the gateway. The peer is the same vLLM driven by hand, as one does
-without a server like ours: `save_pretrained` of a PEFT model with an adapter of the same size,
-`POST /v1/load_lora_adapter` from a new path, first token of a stream. It has no canary.
+by the new step has come through the gateway. The peer is vLLM as it comes, with the same flags,
+driven by hand as one does without a server like ours: `save_pretrained` of a PEFT model with an
+adapter of the same size, `POST /v1/load_lora_adapter` from a new path, first token of a stream. It
+has no canary.
 
 `ours` is a server with `--durability async`: neither it nor the peer has the step on the disk at
 the first token. `ours_durable` is one with "sync": the step is in the store before it counts. To it
@@ -30,7 +31,7 @@ import torch
 from harness import report
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
-from vllm_server import Servers
+from vllm_server import Servers, StockVllm
 
 import art_cloud as art
 from art_cloud.config import LoRAConfig
@@ -89,21 +90,24 @@ def sync(folder: Path) -> None:
 
 
 async def peer(
-    servers: Servers, model: PeftModel, step: str, optimizer: torch.optim.AdamW | None = None
+    vllm: aiohttp.ClientSession,
+    folder: Path,
+    model: PeftModel,
+    optimizer: torch.optim.AdamW | None = None,
 ) -> float:
     """Durable if the optimizer is given."""
-    folder, name = servers.scratch / "by-hand" / step, f"by-hand-{step}"
+    name = f"by-hand-{folder.name}"
     start = time.monotonic()
     model.save_pretrained(folder)
     if optimizer is not None:
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         sync(folder)
     body = {"lora_name": name, "lora_path": str(folder)}
-    async with servers.vllm.post("/v1/load_lora_adapter", json=body) as answer:
+    async with vllm.post("/v1/load_lora_adapter", json=body) as answer:
         assert answer.status == 200, await answer.text()
-    await first_token(servers.vllm, name)
+    await first_token(vllm, name)
     took = time.monotonic() - start
-    async with servers.vllm.post("/v1/unload_lora_adapter", json={"lora_name": name}):
+    async with vllm.post("/v1/unload_lora_adapter", json={"lora_name": name}):
         pass
     return took
 
@@ -117,17 +121,18 @@ async def main() -> None:
     taken: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        async with (
-            Servers(scratch / "async", "async") as quick,
-            Servers(scratch / "sync", "sync") as durable,
-        ):
+        quick, durable = Servers(scratch / "async", "async"), Servers(scratch / "sync", "sync")
+        async with quick, durable, StockVllm(scratch / "stock", quick.folder) as vllm:
             model, optimizer = make_peer(quick.folder)
+            by_hand = scratch / "by-hand"
             for step in map(str, range(WARM_UP + STEPS)):
                 seconds = {"ours": await ours(quick, rng)}
                 seconds["canary"] = float((quick.scratch / "canary").read_text())
-                seconds["peer"] = await peer(quick, model, step)
+                seconds["peer"] = await peer(vllm, by_hand / step, model)
                 seconds["ours_durable"] = await ours(durable, rng)
-                seconds["peer_durable"] = await peer(durable, model, step, optimizer)
+                seconds["peer_durable"] = await peer(
+                    vllm, by_hand / f"{step}-durable", model, optimizer
+                )
                 for side, took in seconds.items():
                     taken.setdefault(side, []).append(took * 1000)
                 print({side: round(took[-1], 1) for side, took in taken.items()}, file=sys.stderr)
@@ -144,6 +149,7 @@ async def main() -> None:
         ours_p99=round(p99["ours"], 1),
         peer_p99=round(p99["peer"], 1),
         canary=round(p50["canary"], 1),
+        ratio_without_canary=round(p50["peer"] / (p50["ours"] - p50["canary"]), 2),
         ours_durable=round(p50["ours_durable"], 1),
         peer_durable=round(p50["peer_durable"], 1),
         ratio_durable=round(p50["peer_durable"] / p50["ours_durable"], 2),

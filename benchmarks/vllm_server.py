@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+from art_server.inference.vllm_process import VllmSettings, find_python
 from art_server.tiny_model import make_tiny_model
 
 import art_cloud as art
@@ -21,6 +23,7 @@ from art_cloud.protocol import Durability
 
 ROOT = Path(__file__).parents[1]
 STARTING_SECONDS = 180.0
+STOCK = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def _serve(scratch: Path, arguments: list[str], token: str) -> None:
@@ -120,6 +123,47 @@ class Servers:
 
     def _log(self) -> str:
         return (self.scratch / "server.log").read_text()
+
+
+class StockVllm:
+    """vLLM as it comes, on a socket of its own, with the flags and variables that ours has."""
+
+    def __init__(self, scratch: Path, model: Path) -> None:
+        scratch.mkdir(exist_ok=True)
+        self._log, socket = scratch / "vllm.log", scratch / "socket"
+        settings = VllmSettings(
+            find_python(None), str(model), "float32", 2048, slots=4, kv_cache_bytes=2**28
+        )
+        python, dash_p, _, *flags = settings.command(socket)
+        self._command = [python, dash_p, "-m", STOCK, *flags]
+        self._environment = settings.environment(os.environ)
+        self._socket = socket
+
+    async def __aenter__(self) -> aiohttp.ClientSession:
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        connector = aiohttp.UnixConnector(str(self._socket), limit=0)
+        self._session = _session("http://vllm", "", connector)
+        give_up = time.monotonic() + STARTING_SECONDS
+        while not await self._healthy():
+            assert self._process.returncode is None, self._log.read_text()
+            assert time.monotonic() < give_up, self._log.read_text()
+            await asyncio.sleep(0.1)
+        return self._session
+
+    async def _healthy(self) -> bool:
+        try:
+            async with self._session.get("/health") as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+        self._process.terminate()
+        await self._process.wait()
 
 
 def _session(url: str, token: str, connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
