@@ -15,7 +15,15 @@ from ..openai_server import KEY, Shown, either, generate, judge_by, openai_serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
-EXPERIMENTS = ["codenames", "game_2048", "langgraph_agent", "openenv", "tic_tac_toe"]
+EXPERIMENTS = [
+    "codenames",
+    "email_agent",
+    "game_2048",
+    "langgraph_agent",
+    "openenv",
+    "temporal_clue",
+    "tic_tac_toe",
+]
 """Those that draw a curve."""
 
 
@@ -47,13 +55,24 @@ def test_an_experiment_trains_and_draws(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
 
 
+def judged(shown: Shown) -> float:
+    return len(json.dumps(shown.conversations)) % 100 / 100
+
+
+def test_the_email_agent_by_a_judge(tmp_path: Path) -> None:
+    with openai_server(judge_by(judged)) as asked:
+        environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
+        options = ["--judge", "a-judge", "--json"]
+        lines = run("email_agent/train.py", tmp_path, *options, environment=environment)
+    assert json.loads(lines[-1])["steps"] == 1
+    assert len(asked.bodies) == 2
+    for body in asked.bodies:
+        assert "Find mails by words." in body["messages"][1]["content"]
+
+
 @pytest.mark.parametrize("name", ["auto_rl", "mcp_rl"])
 def test_a_judge_is_all_that_it_takes(name: str, tmp_path: Path) -> None:
     words = ["Where is the tea?", "How much room is left for rice in the south?"]
-
-    def judged(shown: Shown) -> float:
-        return len(json.dumps(shown.conversations)) % 100 / 100
-
     with openai_server(either(generate(words.__getitem__), judge_by(judged))) as asked:
         environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
         options = ["--judge", "a-judge", "--json"]
