@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+import art_cloud as art
+
 from ..example_modules import load
+from ..openai_server import KEY, Answer, openai_server
 
 inbox = load("email_agent/inbox.py")
 
@@ -83,3 +86,20 @@ def test_partial_credit(desk: Any) -> None:
 def test_a_wrong_call_is_told_so(desk: Any, name: str, arguments: dict[str, Any]) -> None:
     assert desk.act(name, arguments).failed
     assert not any(desk.done(turns=1).values())
+
+
+async def test_the_answer_is_the_last_call(desk: Any) -> None:
+    script = [
+        Answer(calls=[("search", f'{{"query": "{query(desk)}"}}')]),
+        Answer(calls=[("read", '{"hit": 1}')]),
+        Answer(calls=[("answer", f'{{"text": "{desk.mailbox.hour}", "hit": 1}}')]),
+    ]
+    with openai_server(lambda body: Answer("One more word."), *script) as policy:
+        model = art.Model(
+            name="m", project="p", inference_base_url=policy.url, inference_api_key=KEY
+        )
+        trajectory = await art.run_agent(model, desk.mailbox.question, desk, until="answer")
+        await model.close()
+    assert len(policy.bodies) == 3
+    assert (trajectory.metrics["turns"], trajectory.metrics["answered"]) == (3, 1)
+    assert all(desk.done(turns=3).values())
