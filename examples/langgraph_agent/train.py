@@ -3,8 +3,8 @@
     python examples/langgraph_agent/train.py --control
     python examples/langgraph_agent/train.py --provider ssh -o host=gpu --base-model Qwen/Qwen3-4B
 
-The agent answers questions about a shop by two tools. The reward is 0.5 for calling the right tool
-with the right item first, and 0.5 for an answer that is the right number.
+The agent answers questions about a shop by two tools. The reward is 0.25 for calling the right tool
+first, 0.25 for the right item in that call, and 0.5 more for an answer that is the right number.
 """
 
 from __future__ import annotations
@@ -108,10 +108,18 @@ async def rollout(
             seed=None if step is None else seed,
         )
         calls, text = await answer(shop, llm)
-    looked_up = calls[:1] == [shop.call]
+    name, item = calls[0] if calls else ("", "")
+    right_tool, right_item = name == shop.call[0], item == shop.call[1]
+    looked_up = right_tool and right_item
     right = looked_up and text == str(shop.number(*shop.call))
-    trajectory.reward = 0.5 * looked_up + 0.5 * right
-    trajectory.metrics |= {"right": right, "right_tool": looked_up, "tool_calls": len(calls)}
+    trajectory.reward = 0.25 * right_tool + 0.25 * right_item + 0.5 * right
+    trajectory.metrics |= {
+        "looked_up": looked_up,
+        "right_tool": right_tool,
+        "right_item": right_item,
+        "right": right,
+        "tool_calls": len(calls),
+    }
     return trajectory
 
 
@@ -137,14 +145,14 @@ def warm_up(seed: int) -> art.Trajectory:
 
 EXPERIMENT = Experiment(
     name="langgraph-agent",
-    measure="right_tool",
+    measure="looked_up",
     rollout=rollout,
     tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
     held_out=HELD_OUT,
     warm_up=[warm_up(-seed - 1) for seed in range(WARM_UP)],
     warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
     config=art.TrainConfig(learning_rate=7e-4),
-    steps=30,
+    steps=25,
 )
 
 if __name__ == "__main__":
