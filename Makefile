@@ -16,6 +16,9 @@ WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
 WITH_SKYPILOT := $(if $(wildcard /usr/sbin/slurmctld),.venv-skypilot)
 
+# Hundreds of processes import torch or vLLM: with their bytecode kept, each starts in half the time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo examples test test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
