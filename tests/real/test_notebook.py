@@ -29,7 +29,7 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resources={"metadata": {"path": str(tmp_path)}},
         km=AsyncKernelManager(transport="ipc", ip=str(tmp_path / "kernel")),
     )
-    client.execute()
+    client.execute(cleanup_kc=True)
     printed = "".join(
         output.get("text", "")
         for cell in notebook.cells
