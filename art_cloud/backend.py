@@ -237,7 +237,8 @@ class Backend:
         return result
 
     async def model_info(self, model: TrainableModel[Any]) -> ModelInfo:
-        return parse(ModelInfo, await self._server.call("GET", path_of(model.full_name)))
+        name = model.full_name
+        return parse(ModelInfo, await self._calls.ask(name, "GET", path_of(name)))
 
     async def log(
         self,
@@ -262,7 +263,7 @@ class Backend:
         except ValidationError as error:
             raise ConfigError(f"This can't be logged: {complaint(error)}.") from error
         path = f"{path_of(model.full_name)}/log"
-        await self._server.call("POST", path, request)
+        await self._calls.ask(model.full_name, "POST", path, request)
         shown = {f"{split}/{key}": value for key, value in request.metrics.items()}
         self._trackers.tell(model.full_name, request.step, split, shown, groups)
         return request.metrics

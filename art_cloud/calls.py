@@ -67,6 +67,19 @@ class Calls:
             self._kept[name].append(call)
         return call.result
 
+    async def ask(
+        self, name: ModelName, method: str, path: str, content: BaseModel | None = None
+    ) -> bytes:
+        """A call about a model: of a server that has slept and does not know it, once it does."""
+        try:
+            return await self._server.call(method, path, content)
+        except NotFoundError:
+            if name not in self._registered:
+                raise
+        with progress(f"register {name.model}") as bar:
+            await self._register(self._server, name, self._registered[name], bar)
+        return await self._server.call(method, path, content)
+
     async def _make(self, name: ModelName, call: _Call, bar: Bar) -> StepResult:
         for attempt in count(1):
             try:

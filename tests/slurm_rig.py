@@ -135,13 +135,14 @@ class SlurmRig:
                     found.append(process)
         return found
 
-    def holds(self, secret: str) -> bool:
-        """Whether a file of the nodes, of SkyPilot or of its user has it in it."""
+    def files_with(self, secret: str) -> list[Path]:
+        """Those of the nodes, of SkyPilot and of its user that have it in them."""
+        found = []
         for path in self.folder.rglob("*"):
             with suppress(FileNotFoundError):
                 if path.is_file() and secret.encode() in path.read_bytes():
-                    return True
-        return False
+                    found.append(path)
+        return found
 
     def _write(self) -> None:
         sky = PYTHON.parent / "sky"

@@ -120,7 +120,7 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     assert Checkpoints(open_store(store), model.full_name).steps() == [0, 1, 2]
     with pytest.raises(LaunchError, match=r"one.* gone"):
         await get_provider("skypilot").endpoint("one")
-    assert not rig.holds(record.spec.token.get_secret_value())
+    assert rig.files_with(record.spec.token.get_secret_value()) == []
 
 
 async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
