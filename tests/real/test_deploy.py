@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import re
 import shlex
 import socket
@@ -53,6 +54,7 @@ def stock_vllm(command: str, folder: Path) -> Iterator[str]:
             cwd=folder,
             stdout=log,
             stderr=log,
+            process_group=0,
             env=os.environ
             | {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -75,7 +77,7 @@ def stock_vllm(command: str, folder: Path) -> Iterator[str]:
         wait_until(healthy, START_SECONDS)
         yield url
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of its own
         process.wait()
 
 
