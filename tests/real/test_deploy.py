@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import re
 import shlex
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
