@@ -81,6 +81,11 @@ class VllmSettings:
             command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         if self.gpu_fraction is not None:
             command += ["--gpu-memory-utilization", f"{self.gpu_fraction:.3f}"]
+        if self.gpu_fraction is None:
+            # vLLM dies of a request with a seed whose prompt it cuts into chunks
+            # (vllm/v1/worker/gpu_model_runner.py: a CPU's generator has no offset)
+            command += ["--no-enable-chunked-prefill"]
+            command += ["--max-num-batched-tokens", str(max(4096, self.context_length))]
         if self.can_sleep and self.gpu_fraction is not None:
             command += ["--enable-sleep-mode"]
         return command
