@@ -156,6 +156,8 @@ class FaultProxy:
                 one.cancel()
         except OSError:
             pass  # the server is not there: what the client sees is a closed connection
+        except asyncio.CancelledError:
+            pass  # the proxy ends; Python 3.11 would print a traceback
         finally:
             for end in filter(None, (writer, up)):
                 end.transport.abort()
