@@ -1,6 +1,6 @@
 """Agents that learn on this machine, from a model made on the spot: the demo and the examples."""
 
-from .example import Place, example_parser, experiment_parser, prepare, run_example
+from .example import Place, auto_settings, example_parser, experiment_parser, prepare, run_example
 from .experiment import Experiment, Result, run_experiment
 from .report import plot, print_table
 from .run import run_demo
@@ -9,6 +9,7 @@ __all__ = [
     "Experiment",
     "Place",
     "Result",
+    "auto_settings",
     "example_parser",
     "experiment_parser",
     "plot",

@@ -21,6 +21,14 @@ from .report import plot, print_table
 from .tiny import make_tiny_model
 
 SMOKE_TASKS, SMOKE_GROUP = 2, 2
+SMOKE_AUTO = {
+    "count": 2,
+    "steps": 1,
+    "groups_per_step": 1,
+    "rollouts_per_group": 2,
+    "max_turns": 2,
+    "max_tokens": 16,
+}
 HUB_MODEL = "Qwen/Qwen3-0.6B"
 
 
@@ -105,6 +113,11 @@ def prepare(options: argparse.Namespace) -> Place:
     given: dict[str, Any] = {"name": options.run, "base_model": base_model, "store": store}
     cluster = up(options.provider, **(given | provider_options(options.option)))
     return Place(base_model, tiny, cluster)
+
+
+def auto_settings(options: argparse.Namespace, steps: int) -> dict[str, int]:
+    """What `art.auto` is told by the command line. `steps` is the default."""
+    return SMOKE_AUTO if options.smoke else {"steps": options.steps or steps}
 
 
 def _small(experiment: Experiment[Any]) -> Experiment[Any]:

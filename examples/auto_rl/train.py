@@ -20,7 +20,7 @@ from rich.console import Console
 
 import art_cloud as art
 from art_cloud.auto_rl import print_result
-from art_cloud.demo import example_parser, prepare
+from art_cloud.demo import auto_settings, example_parser, prepare
 
 DESCRIPTION = (
     "Answers questions about what a warehouse holds. Looks up every number with the tools, in as "
@@ -29,14 +29,6 @@ DESCRIPTION = (
 TOOLS = Path(__file__).with_name("warehouse.py")
 TASKS = Path("warehouse.jsonl")
 STEPS = 20
-SMOKE: dict[str, Any] = {
-    "count": 2,
-    "steps": 1,
-    "groups_per_step": 1,
-    "rollouts_per_group": 2,
-    "max_turns": 2,
-    "max_tokens": 16,
-}
 
 
 async def main(options: argparse.Namespace) -> None:
@@ -44,7 +36,6 @@ async def main(options: argparse.Namespace) -> None:
     model = art.TrainableModel[Any](
         name=options.run, project="auto-rl", base_model=place.base_model
     )
-    settings: dict[str, Any] = SMOKE if options.smoke else {"steps": options.steps or STEPS}
     async with place.cluster as backend:
         result = await art.auto(
             model,
@@ -53,7 +44,7 @@ async def main(options: argparse.Namespace) -> None:
             judge_model=options.judge,
             scenarios=TASKS,
             tools=art.FunctionTools.load(TOOLS),
-            **settings,
+            **auto_settings(options, STEPS),
         )
     print_result(result, Console(stderr=options.json))
     if options.json:

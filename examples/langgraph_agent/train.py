@@ -30,7 +30,8 @@ from art_cloud.demo import Experiment, run_example
 SYSTEM = "Look it up. Then answer with the number."
 QUESTIONS = {"price": "What does {} cost?", "stock": "How much {} is left?"}
 ITEMS = ("tea", "rice", "salt")
-GROUPS = 12
+GROUPS = 8
+STEPS = 20
 WARM_UP = 1500
 HELD_OUT = range(1_000_000, 1_000_200)
 HTTP = httpx.AsyncClient(timeout=600, trust_env=False)
@@ -124,9 +125,11 @@ async def rollout(
 
 
 def warm_up(seed: int) -> art.Trajectory:
-    """Looks up anything, and answers with what it read: the format, not the skill."""
+    """The format, and a little of the skill: every second call is the right one, the others are
+    any. It answers with what it read."""
     shop, chance = Shop(seed), random.Random(~seed)  # noqa: S311
-    name, item = chance.choice(sorted(QUESTIONS)), chance.choice(ITEMS)
+    any_call = chance.choice(sorted(QUESTIONS)), chance.choice(ITEMS)
+    name, item = chance.choice((any_call, shop.call))
     found = str(shop.number(name, item))
     function = {"name": name, "arguments": json.dumps({"item": item})}
     call: Any = {"id": "call_1", "type": "function", "function": function}
@@ -150,9 +153,9 @@ EXPERIMENT = Experiment(
     tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
     held_out=HELD_OUT,
     warm_up=[warm_up(-seed - 1) for seed in range(WARM_UP)],
-    warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
+    warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
     config=art.TrainConfig(learning_rate=7e-4),
-    steps=25,
+    steps=STEPS,
 )
 
 if __name__ == "__main__":

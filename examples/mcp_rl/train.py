@@ -21,26 +21,17 @@ from rich.console import Console
 
 import art_cloud as art
 from art_cloud.auto_rl import print_result
-from art_cloud.demo import example_parser, prepare
+from art_cloud.demo import auto_settings, example_parser, prepare
 
 DESCRIPTION = "Keeps a list of things to do: does with it what it is asked to, and says what it did"
 SERVER = [sys.executable, str(Path(__file__).with_name("server.py"))]
 TASKS = Path("todo.jsonl")
 STEPS = 20
-SMOKE: dict[str, Any] = {
-    "count": 2,
-    "steps": 1,
-    "groups_per_step": 1,
-    "rollouts_per_group": 2,
-    "max_turns": 2,
-    "max_tokens": 16,
-}
 
 
 async def main(options: argparse.Namespace) -> None:
     place = prepare(options)
     model = art.TrainableModel[Any](name=options.run, project="mcp-rl", base_model=place.base_model)
-    settings: dict[str, Any] = SMOKE if options.smoke else {"steps": options.steps or STEPS}
     async with place.cluster as backend:
         result = await art.auto(
             model,
@@ -49,7 +40,7 @@ async def main(options: argparse.Namespace) -> None:
             judge_model=options.judge,
             scenarios=TASKS,
             tools=art.MCPServer(SERVER),
-            **settings,
+            **auto_settings(options, STEPS),
         )
     print_result(result, Console(stderr=options.json))
     if options.json:

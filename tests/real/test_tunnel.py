@@ -194,12 +194,16 @@ async def test_a_tunnel_that_leads_elsewhere_keeps_its_port(
     assert tunnel.url == url
 
 
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tunnels, "WATCH_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("watched_closely")  # before the tunnel is there
 async def test_a_laptop_that_slept_does_not_wait_for_keep_alives(
     tunnel: Tunnel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunnels, "WATCH_SECONDS", 0.01)
     await until(lambda: tunnel.state == "connected")
-    await asyncio.sleep(1.1)  # the watch that is under way
     slept = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
     monkeypatch.setattr(tunnels, "time", slept)
     await until(lambda: tunnel.reconnects == 1)

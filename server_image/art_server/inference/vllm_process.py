@@ -81,7 +81,7 @@ class VllmSettings:
             command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         if self.gpu_fraction is not None:
             command += ["--gpu-memory-utilization", f"{self.gpu_fraction:.3f}"]
-        if self.gpu_fraction is None:
+        else:
             # vLLM dies of a request with a seed whose prompt it cuts into chunks
             # (vllm/v1/worker/gpu_model_runner.py: a CPU's generator has no offset)
             command += ["--no-enable-chunked-prefill"]
