@@ -44,17 +44,17 @@ class Game:
     def move(self, move: str) -> None:
         """The agent's move alone."""
         if self._is_free(move):
-            self._place("X", int(move), "win")
+            self._place("X", int(move.strip()), "win")
         else:
             self.outcome = "illegal"
 
     def answer(self, move: str = "") -> None:
         """O's move; where `move` is none, O moves at random."""
-        square = int(move) if self._is_free(move) else self._random.choice(self.free())
+        square = int(move.strip()) if self._is_free(move) else self._random.choice(self.free())
         self._place("O", square, "loss")
 
     def _is_free(self, move: str) -> bool:
-        return move.strip().isdecimal() and int(move) in self.free()
+        return move.strip() in map(str, self.free())
 
     def _place(self, player: str, number: int, if_won: Outcome) -> None:
         self.squares[number - 1] = player

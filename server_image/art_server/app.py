@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,7 +52,15 @@ from .commits import Commits
 from .gateway import Gateway
 from .guardian import Guardian
 from .jobs import Jobs
-from .replies import answer, error_response, on_bug, on_error, on_http_exception, parse
+from .replies import (
+    answer,
+    error_response,
+    on_bug,
+    on_disconnect,
+    on_error,
+    on_http_exception,
+    parse,
+)
 from .runtime import Runtime
 from .sessions import PATH as SESSIONS
 from .sessions import Sessions
@@ -278,6 +286,7 @@ def make_app(
         exception_handlers={
             ArtCloudError: on_error,
             HTTPException: on_http_exception,
+            ClientDisconnect: on_disconnect,
             Exception: on_bug,
         },
         lifespan=lifespan,

@@ -20,7 +20,7 @@ from art_cloud.protocol import POLICY
 
 from .inference import Route as InferenceRoute
 from .inference import is_masked
-from .replies import error_body, parse_json
+from .replies import CLIENT_CLOSED_REQUEST, error_body, parse_json
 from .runtime import Runtime
 from .sessions import Session, Sessions
 
@@ -153,7 +153,7 @@ async def _unless_disconnected(request: Request, work: Awaitable[dict[str, Any]]
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             log.info("a client went away; its request is cancelled")
-            raise HTTPException(499, "the client closed the connection")
+            raise HTTPException(CLIENT_CLOSED_REQUEST, "the client closed the connection")
         return task.result()
     finally:
         task.cancel()

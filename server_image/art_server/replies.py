@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's, for its log: nobody is left to read it."""
 TYPES = {401: "authentication_error", 404: "not_found_error"}
 
 
@@ -67,6 +69,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         return error_response(NotFoundError(f"There is no route {request.url.path}."))
     body = ErrorBody(message=f"{request.method} {request.url.path}: {error.detail}.")
     return JSONResponse({"error": body.model_dump()}, error.status_code)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    log.info("a client went away in the middle of its request: %s", request.url.path)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:

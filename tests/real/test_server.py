@@ -21,7 +21,7 @@ from art_cloud.protocol import CALL_ID, JobInfo
 from art_cloud.store import open_store
 from art_cloud.wire import decode_batch, encode_batch
 
-from ..server_process import TOKEN, ServerProcess
+from ..server_process import TOKEN, ServerProcess, wait_until
 from ..synthetic import as_groups, batch
 
 MESSAGES: Any = [{"role": "user", "content": "Your move?"}]
@@ -448,19 +448,28 @@ async def test_a_server_that_nobody_needs_ends(tmp_path: Path) -> None:
     assert not (server.state / "endpoint.json").exists()
 
 
-async def test_a_client_that_stands_still_does_not_keep_the_server(
-    tmp_path: Path,
+@pytest.mark.parametrize("path", ["art/v1/models/p/m/train", "v1/chat/completions"])
+async def test_a_client_that_sends_half_a_request_keeps_and_harms_nothing(
+    tmp_path: Path, path: str
 ) -> None:
     with ServerProcess(tmp_path) as server:
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(
-            b"POST /art/v1/models/p/m/train HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
-            b"Authorization: Bearer " + TOKEN.encode() + b"\r\n\r\nhalf of it"
-        )
-        await writer.drain()
+
+        async def half() -> asyncio.StreamWriter:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(
+                f"POST /{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+                f"Authorization: Bearer {TOKEN}\r\n\r\nhalf of it".encode()
+            )
+            await writer.drain()
+            return writer
+
+        (await half()).close()
+        await asyncio.to_thread(wait_until, lambda: "a client went away" in server.output)
+        assert "Traceback" not in server.output
+        still = await half()
         await server.info()
         assert await asyncio.to_thread(server.terminate) == 0
-        writer.close()
+        still.close()
 
 
 def test_the_command_line_is_quick_to_explain_itself() -> None:
