@@ -302,10 +302,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     except ArtCloudError as error:
         complain(error)
-        raise typer.Exit(1) from error
+        raise SystemExit(1) from error
     except KeyboardInterrupt:
         _say_what_runs()
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
 
 
 def _say_what_runs() -> None:
@@ -327,7 +327,7 @@ def provider_options(given: list[str] | None) -> dict[str, Any]:
         key, is_given, value = option.partition("=")
         if not is_given or not key.isidentifier():
             complain(ConfigError(f"Option {option!r} is not KEY=VALUE."))
-            raise typer.Exit(1)
+            raise SystemExit(1)
         try:
             found[key] = json.loads(value)
         except ValueError:

@@ -22,6 +22,6 @@ def reported() -> Iterator[None]:
         yield
     except ArtCloudError as error:
         complain(error)
-        raise typer.Exit(1) from error
+        raise SystemExit(1) from error
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None

@@ -7,9 +7,17 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from sysconfig import get_path
+from traceback import extract_tb
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-from .errors import ConfigError, RolloutError, RolloutTimeoutError, TooManyExceptionsError
+from .errors import (
+    ArtCloudError,
+    ConfigError,
+    RolloutError,
+    RolloutTimeoutError,
+    TooManyExceptionsError,
+)
 from .progress import Bar, progress
 from .trajectory import Trajectory, TrajectoryGroup
 
@@ -20,6 +28,7 @@ AfterEach: TypeAlias = Callable[
 
 CANCEL_SECONDS = 2.0
 """How long a cancelled rollout may take to clean up before it is left behind."""
+LIBRARIES = get_path("stdlib"), get_path("purelib")
 LISTED = 5
 """Failures that a TooManyExceptionsError lists."""
 
@@ -66,7 +75,7 @@ class Gathering:
             raise TooManyExceptionsError(self._too_many()) from error
 
     def _too_many(self) -> str:
-        listed = [f"{type(e).__name__}: {e}" for e in self.failures[:LISTED]]
+        listed = [_where_and_why(error) for error in self.failures[:LISTED]]
         more = len(self.failures) - len(listed)
         return "\n  ".join(
             [
@@ -86,6 +95,16 @@ class Gathering:
             words.append(f"exceptions {len(self.failures)}")
         done = len(self.rewards) + len(self.failures)
         self.bar.update(done, max(self.total, done), ", ".join(words))
+
+
+def _where_and_why(error: Exception) -> str:
+    """With the line of the rollout's own code that a bug is in."""
+    why = f"{type(error).__name__}: {error}"
+    lines = extract_tb(error.__traceback__)
+    own = [line for line in lines if not line.filename.startswith(LIBRARIES)]
+    if isinstance(error, ArtCloudError) or not own:
+        return why
+    return f"{why} ({own[-1].filename}, line {own[-1].lineno})"
 
 
 @dataclass

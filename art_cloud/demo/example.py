@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ..backend import Backend
 from ..cli_clusters import provider_options, run
+from ..cli_errors import reported
 from ..cluster import up
 from ..registry import home
 from .experiment import Experiment, run_experiment
@@ -47,7 +48,8 @@ def run_example(
         experiment = _small(experiment)
     if options.steps is not None:
         experiment = replace(experiment, steps=options.steps)
-    place = prepare(options)
+    with reported():
+        place = prepare(options)
     result = run(
         run_experiment(
             experiment,

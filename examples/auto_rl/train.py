@@ -11,7 +11,6 @@ compares the trained weights with the first ones, blind, on tasks that were held
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rich.console import Console
 
 import art_cloud as art
 from art_cloud.auto_rl import print_result
+from art_cloud.cli_clusters import run
 from art_cloud.demo import auto_settings, example_parser, prepare
 
 DESCRIPTION = (
@@ -54,4 +54,4 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = example_parser("auto-rl", "An agent from a sentence and a file of tools", STEPS)
     parser.add_argument("--judge", required=True, help="model that writes tasks and scores")
-    asyncio.run(main(parser.parse_args()))
+    run(main(parser.parse_args()))

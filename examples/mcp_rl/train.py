@@ -11,7 +11,6 @@ attempt, 0 to 1, beside the others at the same task (RULER).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.console import Console
 
 import art_cloud as art
 from art_cloud.auto_rl import print_result
+from art_cloud.cli_clusters import run
 from art_cloud.demo import auto_settings, example_parser, prepare
 
 DESCRIPTION = "Keeps a list of things to do: does with it what it is asked to, and says what it did"
@@ -50,4 +50,4 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = example_parser("mcp-rl", "An agent from an MCP server", STEPS)
     parser.add_argument("--judge", required=True, help="model that writes tasks and scores")
-    asyncio.run(main(parser.parse_args()))
+    run(main(parser.parse_args()))

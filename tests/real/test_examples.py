@@ -55,6 +55,23 @@ def test_an_experiment_trains_and_draws(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-o", "nonsense"], "'nonsense' is not KEY=VALUE"),
+        (["--provider", "nowhere"], "A cluster on nowhere needs store="),
+    ],
+)
+def test_what_cannot_be_meant_is_told_without_a_traceback(
+    options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        run("codenames/train.py", tmp_path, "--base-model", "any", *options)
+    said = capfd.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
 def judged(shown: Shown) -> float:
     return len(json.dumps(shown.conversations)) % 100 / 100
 

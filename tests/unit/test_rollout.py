@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 
@@ -44,9 +45,12 @@ async def test_groups_come_back_in_their_order() -> None:
     assert [g.metadata["g"] for g in groups] == [0, 1, 2, 3]
 
 
+BUG = r"1 of 3 (?s:.*)ValueError: boom \(.*test_rollout\.py, line \d+\)"
+
+
 async def test_a_failure_is_told_and_the_rest_cancelled() -> None:
     cancelled: list[str] = []
-    with pytest.raises(art.TooManyExceptionsError, match=r"1 of 3 (?s:.*)ValueError: boom") as info:
+    with pytest.raises(art.TooManyExceptionsError, match=BUG) as info:
         await art.gather_trajectory_groups(
             [
                 art.TrajectoryGroup([for_ever(cancelled), failing()]),
@@ -181,6 +185,14 @@ async def test_an_awaitable_that_makes_its_group_by_hand() -> None:
 async def test_a_group_awaited_alone_raises_on_the_first_failure() -> None:
     with pytest.raises(art.TooManyExceptionsError, match="boom"):
         await art.TrajectoryGroup([rollout(1), failing()])
+
+
+async def test_a_bug_that_a_library_found_is_told_with_the_line_that_called_it() -> None:
+    async def parse() -> art.Trajectory:
+        return json.loads("{")
+
+    with pytest.raises(art.TooManyExceptionsError, match=r"JSONDecodeError.*test_rollout\.py"):
+        await art.gather_trajectories([parse()])
 
 
 async def test_a_rollout_that_returns_something_else_is_a_failure() -> None:
