@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
