@@ -37,6 +37,7 @@ def print_table(result: Result, console: Console) -> None:
 def plot(result: Result, path: Path, title: str) -> Path:
     """The measure by step as a PNG, with the held-out tasks before and after (95 % intervals)."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes: Axes = figure.add_subplot()
@@ -47,8 +48,9 @@ def plot(result: Result, path: Path, title: str) -> Path:
         title=title,
         xlabel="GRPO step",
         ylabel=result.measure.replace("_", " "),
-        xlim=(-0.08 * result.steps, 1.08 * result.steps),
+        xlim=(-0.1 * result.steps, 1.1 * result.steps),
     )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
@@ -67,7 +69,7 @@ def _draw(axes: Axes, measure: str, curve: Curve, color: str, label: str) -> Non
         mean = fmean(values)
         axes.errorbar(step, mean, interval(values), color=color, fmt="o", capsize=3, markersize=6)
         axes.annotate(
-            f"{mean:.3g}",
+            f"{mean:.2f}",
             (step, mean),
             (offset, 0),
             textcoords="offset points",
