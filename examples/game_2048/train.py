@@ -22,7 +22,7 @@ from typing import Any
 import art_cloud as art
 from art_cloud.demo import Experiment, experiment_parser, run_example
 
-NAME, STEPS = "game-2048", 30
+NAME, STEPS = "game-2048", 20
 PENALTY = 0.5
 WARM_UP_MOVES = 4500
 GROUPS = 16
@@ -174,10 +174,10 @@ def game_2048(level: Level) -> Experiment[int]:
         measure="reached",
         rollout=play,
         tasks=lambda number: range(number * GROUPS, (number + 1) * GROUPS),
-        held_out=range(1_000_000, 1_000_500),
+        held_out=range(1_000_000, 1_000_300),
         warm_up=list(islice(warm_up, WARM_UP_MOVES)),
         warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=64),
-        config=art.TrainConfig(learning_rate=7e-4),
+        config=art.TrainConfig(learning_rate=1.2e-3),
         steps=STEPS,
     )
 

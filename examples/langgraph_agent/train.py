@@ -30,7 +30,7 @@ from art_cloud.demo import Experiment, run_example
 SYSTEM = "Look it up. Then answer with the number."
 QUESTIONS = {"price": "What does {} cost?", "stock": "How much {} is left?"}
 ITEMS = ("tea", "rice", "salt")
-GROUPS = 8
+GROUPS = 12
 STEPS = 20
 WARM_UP = 1500
 HELD_OUT = range(1_000_000, 1_000_200)
@@ -154,7 +154,7 @@ EXPERIMENT = Experiment(
     held_out=HELD_OUT,
     warm_up=[warm_up(-seed - 1) for seed in range(WARM_UP)],
     warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
-    config=art.TrainConfig(learning_rate=7e-4),
+    config=art.TrainConfig(learning_rate=1.5e-3),
     steps=STEPS,
 )
 

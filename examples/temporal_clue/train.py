@@ -18,11 +18,11 @@ from art_cloud.demo import Experiment, experiment_parser, run_example
 from art_cloud.trajectory import Message, Messages
 
 NAME, TITLE = "temporal-clue", "Temporal Clue"
-STEPS = 50
+STEPS = 24
 QUESTIONS = ("who", "where", "what", "when")
 GROUPS = 16
 WARM_UP = 1500
-HELD_OUT = range(1_000_000, 1_000_300)
+HELD_OUT = range(1_000_000, 1_000_200)
 MAX_TOKENS = 1000
 RULES = "Solve the crime. Last line: who where what when, a word each."
 OWN = " Each suspect was in a place, had a thing and came at an hour of their own."
@@ -64,7 +64,7 @@ def temporal_clue(level: Level) -> Experiment[int]:
         if level == LEVELS["tiny"]
         else (),
         warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
-        config=art.TrainConfig(learning_rate=7e-4),
+        config=art.TrainConfig(learning_rate=1.2e-3),
         steps=STEPS,
     )
 
