@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from .s3_servers import S3Server
+    from .slurm_rig import SlurmRig
 
 # Workers and the servers they start share the cores: threads that wait for others burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,6 +51,15 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
     with swift_server(tmp_path_factory.mktemp("swift")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmRig]:
+    """SkyPilot with a Slurm cluster. Tests that use it are of the xdist group "skypilot"."""
+    from .slurm_rig import SlurmRig
+
+    with SlurmRig(tmp_path_factory.mktemp("slurm")) as rig:
+        yield rig
 
 
 def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

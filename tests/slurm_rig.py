@@ -135,10 +135,20 @@ class SlurmRig:
                     found.append(process)
         return found
 
+    def programs_with(self, secret: str) -> list[str]:
+        """Those of the nodes and of SkyPilot that have it in their arguments."""
+        assert self._init is not None
+        found = []
+        for process in psutil.Process(self._init.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if secret in " ".join(process.cmdline()):
+                    found.append(process.name())
+        return found
+
     def files_with(self, secret: str) -> list[Path]:
         """Those of the nodes, of SkyPilot and of its user that have it in them."""
         found = []
-        for path in self.folder.rglob("*"):
+        for path in (*self.folder.rglob("*"), *Path("/tmp").glob("sky*")):
             with suppress(FileNotFoundError):
                 if path.is_file() and secret.encode() in path.read_bytes():
                     found.append(path)
@@ -273,7 +283,8 @@ class SlurmRig:
         """What SkyPilot would download to a node: uv, which there takes the Python that is here,
         and the packages that SkyPilot needs."""
         uv = Path(sysconfig.get_path("scripts")) / "uv"
-        has = next((PYTHON.parents[1] / "lib").glob("python*"))
+        [has] = PYTHON.parents[1].glob("lib/python*/site-packages")
+        packages = has.relative_to(PYTHON.parents[1])
         write(
             self.folder / "bin" / "uv",
             f"""
@@ -282,12 +293,11 @@ class SlurmRig:
             for i in "${{!arguments[@]}}"; do
               [ "${{arguments[$i]}}" != 3.10 ] || arguments[$i]={sys.executable}
             done
+            case "$*" in "pip uninstall skypilot"*|*/skypilot-*.whl*) exit;; esac
             [ "$1" = venv ] || exec {uv} "${{arguments[@]}}"
             {uv} "${{arguments[@]}}"
             for folder in "${{arguments[@]}}"; do
-              [ -e "$folder/pyvenv.cfg" ] || continue
-              cp --archive --link --no-clobber {has} "$folder/lib/" 2>/dev/null ||
-                cp --archive --no-clobber {has} "$folder/lib/"
+              [ ! -e "$folder/pyvenv.cfg" ] || echo {has} > "$folder/{packages}/here.pth"
             done
             """,
         )
@@ -298,7 +308,15 @@ class SlurmRig:
             echo 'mkdir -p "$UV_INSTALL_DIR" && ln -sf {self.folder}/bin/uv "$UV_INSTALL_DIR/uv"'
             """,
         )
-        for tool in ("uv", "curl"):
+        write(
+            self.folder / "bin" / "sleep",
+            """
+            #!/bin/sh
+            [ "$1" != 5 ] || set -- 0.1  # between looks at whether there is something to start
+            exec /bin/sleep "$@"
+            """,
+        )
+        for tool in ("uv", "curl", "sleep"):
             (self.folder / "bin" / tool).chmod(0o755)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import fcntl
 import shlex
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,17 @@ from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
 ENDPOINT = "endpoint.json"
 """Of the cluster's folder: where its server was found last."""
+CONFIG = "ssh_config"
+"""Of the same: how to log in to its machine."""
+LOG = "server.log"
+"""Of the same: what the server wrote, once it has been ended."""
+KNOWN_HOSTS = "known_hosts"
+"""Of the same: the key of its machine."""
+SECONDS_TO_TAKE = 60
+"""The server takes its secrets at once, if it lives."""
 LOCK_POLL_SECONDS = 0.1
+SECONDS_TO_END = 40
+"""What the login and the server's own end may take; after that its machine just goes."""
 
 
 class Options(Frozen):
@@ -93,11 +103,16 @@ class SkyPilotProvider:
         options = _options(spec)
         task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
         async with _one_at_a_time(name) as folder:
-            (folder / ENDPOINT).unlink(missing_ok=True)
+            _forget(folder, ENDPOINT)
+            on_log = say if enabled() else None
             try:
-                await call("launch", name=name, task=task, on_log=say if enabled() else None)
+                waits = await call("launch", name=name, task=task, on_log=on_log)
+                if waits is not None:
+                    _forget(folder, KNOWN_HOSTS, LOG)
+                    route = _route(folder, **waits["ssh"])
+                    await _hand_over(route, spec.server_environment(), waits["pipe"])
             except ProviderError:
-                await call("terminate", name=name)
+                await self.terminate(name)
                 raise
 
     async def endpoint(self, name: str) -> Endpoint:
@@ -112,7 +127,10 @@ class SkyPilotProvider:
             raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
         if "ended" in found:
             raise LaunchError(_last_words(name, found["ended"]))
-        endpoint = Endpoint(url=found["url"], ssh=await _route(folder, **found["ssh"]))
+        route = _route(folder, **found["ssh"])
+        if not (folder / KNOWN_HOSTS).exists():
+            await _log_in(route, "true")
+        endpoint = Endpoint(url=found["url"], ssh=route)
         (folder / ENDPOINT).write_text(endpoint.model_dump_json())
         return endpoint
 
@@ -131,14 +149,30 @@ class SkyPilotProvider:
         ]
 
     async def terminate(self, name: str) -> None:
-        """Cancel its launch, if that goes on, and have SkyPilot take the machine down."""
-        (_folder(name) / ENDPOINT).unlink(missing_ok=True)
-        await call("terminate", name=name)
+        """Cancel its launch, if that goes on, and have SkyPilot take the machine down, with the
+        server, which ends in good order first where that can be had."""
+        folder = _folder(name)
+        await _end_server(folder, name)
+        _forget(folder, ENDPOINT, KNOWN_HOSTS)
+        log: list[str] = []
+        async for line in lines("terminate", name=name):
+            log.append(line)
+            (folder / LOG).write_text("\n".join(log))
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
-        """What the server wrote. SkyPilot keeps it on the machine, so it goes with it."""
-        async for line in lines("logs", name=name, follow=follow):
-            yield line
+        """What the server wrote. Its machine has it, and `terminate` leaves it here."""
+        kept, said, lost = _folder(name) / LOG, 0, None
+        try:
+            async for line in lines("logs", name=name, follow=follow):
+                yield line
+                said += 1
+        except NotFoundError as error:
+            lost = error
+        if kept.exists():
+            for line in kept.read_text().split("\n")[said:]:
+                yield line
+        elif lost:
+            raise lost
 
     async def check(self) -> Sequence[Check]:
         """For `art-cloud doctor`: the clouds that are enabled."""
@@ -171,7 +205,6 @@ def _task(spec: ClusterSpec, options: Options) -> dict[str, Any]:
         "yaml": str(Path(options.yaml).expanduser().resolve()) if options.yaml else None,
         "max_hourly_cost": cap,
         "envs": {},
-        "secrets": {},
         "mounts": {},
     }
 
@@ -183,9 +216,8 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
         "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
         "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
     }
-    server = {"envs": envs, "secrets": spec.server_environment()}
     if envs["ART_CLOUD_PYTHON"]:
-        return server
+        return {"envs": envs}
     what, extras = source(), "server,vllm" if spec.engine == "vllm" else "server"
     envs["ART_CLOUD_ENVIRONMENT"] = what.key
     envs["ART_CLOUD_REQUIREMENT"] = what.requirement(extras)
@@ -193,36 +225,51 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     if what.wheel is not None:
         envs["ART_CLOUD_REQUIREMENT"] = f"art-cloud[{extras}]"  # server.yaml finds the wheel
         mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
-    return {**server, "mounts": mounts}
+    return {"envs": envs, "mounts": mounts}
 
 
-async def _route(folder: Path, host: str, config: str) -> SSHRoute:
-    """How to log in, by SkyPilot's ssh configuration, to the machine that it started.
+async def _hand_over(route: SSHRoute, secrets: dict[str, str], pipe: str) -> None:
+    """What the server must know and SkyPilot must not: it writes secrets of a task to disks, and
+    gives them to programs as arguments."""
+    said = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
+    pipe = shlex.quote(pipe)
+    take = shlex.quote(f"[ ! -p {pipe} ] || cat > {pipe}")  # if another launch has not done it
+    await _log_in(route, f"timeout {SECONDS_TO_TAKE} sh -c {take}", said)
+
+
+def _route(folder: Path, host: str, config: str) -> SSHRoute:
+    """The way to the machine that SkyPilot started, by its ssh configuration.
 
     SkyPilot takes any host key, each time. Here the first one that is seen, when the machine is
     new, is the one that it must have from then on.
     """
-    known = folder / "known_hosts"
-    known.unlink(missing_ok=True)
     own = (
         f"Host {host}\n"
         f"  HostKeyAlias {host}\n"
-        f"  UserKnownHostsFile {known}\n"
+        f"  UserKnownHostsFile {folder / KNOWN_HOSTS}\n"
         "  StrictHostKeyChecking accept-new\n\n"
     )
-    path = folder / "ssh_config"
+    path = folder / CONFIG
     path.write_text(own + config)
+    return SSHRoute(host=host, config=str(path))
+
+
+async def _log_in(route: SSHRoute, command: str, said: str = "") -> None:
+    """Run a command there that reads `said`."""
     process = await asyncio.create_subprocess_exec(
-        *("ssh", "-F", str(path), "-o", "BatchMode=yes", host, "true"),
-        stdin=asyncio.subprocess.DEVNULL,
+        *("ssh", "-F", str(route.config), "-o", "BatchMode=yes", route.host, command),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await process.communicate()
+    try:
+        _, errors = await process.communicate(said.encode())
+    finally:
+        if process.returncode is None:
+            process.kill()
     if process.returncode:
-        why = said.decode(errors="replace").strip()
-        raise ProviderError(f"SkyPilot's machine {host} can't be logged in to: {why}")
-    return SSHRoute(host=host, config=str(path))
+        why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
+        raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
 
 
 def _last_words(name: str, log: Sequence[str]) -> str:
@@ -237,6 +284,24 @@ def _folder(name: str) -> Path:
     folder = home() / "clusters" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
+
+
+async def _end_server(folder: Path, name: str) -> None:
+    """In good order, if its machine can be reached."""
+    if not (folder / KNOWN_HOSTS).exists():
+        return
+    route = SSHRoute(host=f"art-cloud-{name}", config=str(folder / CONFIG))
+    server = f"'[-]m art_server --name {name} '"  # not the pattern itself
+    stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
+    with suppress(ProviderError, TimeoutError):
+        async with asyncio.timeout(SECONDS_TO_END):
+            await _log_in(route, stop)
+
+
+def _forget(folder: Path, *names: str) -> None:
+    """What was known of the machine before."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ PREFIX = "art-cloud-"
 """Of the names of our clusters at SkyPilot."""
 LAUNCHING = ("PENDING", "RUNNING")
 POLL_SECONDS = 1.0
+WAITS = re.compile(r"art-server waits for its secrets at (/\S+)")
 LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 JOB = re.compile(r"^\((setup|art-server|head)\b[^)]*\) ")
@@ -124,20 +126,38 @@ def offer_of(
     }
 
 
-def launch(name: str, task: dict[str, Any]) -> None:
-    """Returns once the machine is there and its setup has ended; one that is there is left."""
+def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns once the machine is there and its setup has ended; one that is there is left.
+
+    The result is where the server waits for its secrets, if it does.
+    """
     pending = launching(name)
     if pending:
         sdk.stream_and_get(pending[0], output_stream=Lines())
+    if not has_server(name):
+        request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
+        sdk.stream_and_get(request, output_stream=Lines())
+    elif any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
+        return None
+    for line in lines_of_job(name, follow=True):
+        if found := WAITS.search(line):
+            return {"pipe": found[1], "ssh": ssh_of(name)}
+        if LISTENS.search(line):
+            break
+    return None
+
+
+def has_server(name: str) -> bool:
+    """Whether the cluster has one, or is about to. One that had one is ended."""
     record = look(name)
-    if record is not None and is_up(record):
-        jobs = list(filter(None, sdk.get(sdk.job_status(PREFIX + name)).values()))
-        if not all(status.is_terminal() for status in jobs):
-            return
-        if jobs:  # its server has ended, and autostop will take the machine down
-            terminate(name)
-    request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
-    sdk.stream_and_get(request, output_stream=Lines())
+    if record is None or not is_up(record):
+        return False
+    jobs = list(filter(None, sdk.get(sdk.job_status(PREFIX + name)).values()))
+    if not all(status.is_terminal() for status in jobs):
+        return True
+    if jobs:  # autostop will take the machine down
+        terminate(name)
+    return False
 
 
 def endpoint(name: str) -> dict[str, Any]:
@@ -146,11 +166,16 @@ def endpoint(name: str) -> dict[str, Any]:
     for line in lines_of_job(name, follow=True):
         said.append(line)
         if found := LISTENS.search(line):
-            command._get_cluster_records_and_set_ssh_config([PREFIX + name])
-            config = Path("~/.sky/generated/ssh").expanduser() / (PREFIX + name)
-            text = re.sub(r"(?m)^(\s*IdentityFile )~", rf"\1{Path.home()}", config.read_text())
-            return {"url": found[1], "ssh": {"host": PREFIX + name, "config": text}}
+            return {"url": found[1], "ssh": ssh_of(name)}
     return {"ended": said[-LOG_LINES:]}
+
+
+def ssh_of(name: str) -> dict[str, str]:
+    """How to log in to the cluster's first machine."""
+    command._get_cluster_records_and_set_ssh_config([PREFIX + name])
+    config = Path("~/.sky/generated/ssh").expanduser() / (PREFIX + name)
+    text = re.sub(r"(?m)^(\s*IdentityFile )~", rf"\1{Path.home()}", config.read_text())
+    return {"host": PREFIX + name, "config": text}
 
 
 def list_(name: str | None = None) -> list[dict[str, Any]]:
@@ -163,23 +188,31 @@ def list_(name: str | None = None) -> list[dict[str, Any]]:
 def described(record: Any) -> dict[str, Any]:
     where = "/".join(filter(None, (record["cloud"], record["region"]))).lower()
     handle = record["handle"]
+    info = handle.cached_cluster_info
+    machine = info.head_instance_id if info else None
     addresses = [pair[0] for pair in (handle.stable_internal_external_ips or []) if pair]
-    nodes = f", {len(addresses)} nodes: {' '.join(addresses)}" if len(addresses) > 1 else ""
+    nodes = f"{len(addresses)} nodes: {' '.join(addresses)}" if len(addresses) > 1 else None
+    detail = ", ".join(filter(None, (where, machine, nodes, f"sky status {record['name']}")))
     return {
         "name": record["name"].removeprefix(PREFIX),
         "state": "running" if is_up(record) else "starting",
         "started_at": record["launched_at"],
-        "detail": f"{where}{nodes}, sky status {record['name']}",
+        "detail": detail,
     }
 
 
 def terminate(name: str) -> None:
-    """Cancels a launch that is on its way, and ends the machine; returns when it is gone."""
+    """Cancels a launch that is on its way, and ends the machine; returns when it is gone.
+
+    What its server wrote is answered first, since it goes with the machine.
+    """
     for request in launching(name):
         sdk.get(sdk.api_cancel(request))
+    with suppress(Exception):  # there is no machine, or none that answers
+        logs(name, follow=False)
     while True:
         try:
-            sdk.stream_and_get(sdk.down(PREFIX + name), output_stream=Lines())
+            sdk.stream_and_get(sdk.down(PREFIX + name), output_stream=io.StringIO())
         except exceptions.ClusterDoesNotExist:
             return
         if look(name) is None:
@@ -234,8 +267,8 @@ def launching(name: str) -> list[str]:
 
 
 def make_task(asked: dict[str, Any]) -> sky.Task:
-    """`server.yaml` with what is asked for: `resources`, `num_nodes`, `envs`, `secrets`, `mounts`
-    (of files, by their place on the machine), `max_hourly_cost`, and `yaml`, a user's own task."""
+    """`server.yaml` with what is asked for: `resources`, `num_nodes`, `envs`, `mounts` (of files,
+    by their place on the machine), `max_hourly_cost`, and `yaml`, a user's own task."""
     config = yaml.safe_load(SERVER.read_text())
     config["file_mounts"] = asked["mounts"]
     if asked["yaml"]:
@@ -248,7 +281,6 @@ def make_task(asked: dict[str, Any]) -> sky.Task:
         config["resources"]["max_hourly_cost"] = asked["max_hourly_cost"]
     config["num_nodes"] = asked["num_nodes"] or config.get("num_nodes", 1)
     config["envs"] |= asked["envs"]
-    config["secrets"] = asked["secrets"]
     return sky.Task.from_yaml_config(config)
 
 

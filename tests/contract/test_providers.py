@@ -1,5 +1,5 @@
-"""What every provider promises, tried with real servers: on this machine, over a real sshd, and
-through the real client of Modal with a control plane on loopback."""
+"""What every provider promises, tried with real servers: on this machine, over a real sshd, by the
+real SkyPilot on a real Slurm, and by the real client of Modal with a control plane on loopback."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from art_cloud.providers import ClusterSpec, Instance, Provider, get_provider
 from art_cloud.registry import Registry
 
 from ..modal_plane import ModalPlane, modal_plane
+from ..slurm_rig import SlurmRig, needs_slurm
 from ..sshd import Sshd, needs_sshd
 
 SECRETS = {"token": "the-token-of-a-test", "key": "a-key-of-the-store"}
@@ -39,6 +40,9 @@ class Cloud:
 
     url = "http://127.0.0.1:"
     """What the addresses of its servers begin with."""
+
+    outlive_servers = False
+    """Whether its machines do, for a while."""
 
     @property
     def provider(self) -> Provider:
@@ -71,7 +75,8 @@ class Cloud:
 
     def lose(self, name: str) -> None:
         """The machine is gone, with all processes and its disk."""
-        [process] = self.processes()
+        state = str(self.clusters / name)
+        [process] = [one for one in self.processes() if state in " ".join(one.cmdline())]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
         shutil.rmtree(self.clusters / name)
@@ -90,6 +95,23 @@ class ModalCloud(Cloud):
 
     def lose(self, name: str) -> None:
         self._plane.lose(name)
+
+
+class SkyPilotCloud(Cloud):
+    outlive_servers = True
+
+    def __init__(self, rig: SlurmRig) -> None:
+        clusters = rig.nodes / ".sky_clusters"
+        shutil.rmtree(clusters, ignore_errors=True)
+        options = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
+        super().__init__("skypilot", clusters, options)
+        self._rig = rig
+
+    def processes(self) -> list[psutil.Process]:
+        return self._rig.servers()
+
+    def lose(self, name: str) -> None:
+        self._rig.preempt(self._rig.jobs(name))
 
 
 class ModalAccount(Cloud):
@@ -116,9 +138,18 @@ LIVE = "ART_MODAL_LIVE" in os.environ
 """`make test-modal-live`: on an account, instead of the plane."""
 
 
-@pytest.fixture(
-    params=["local", pytest.param("ssh", marks=needs_sshd), "modal"] if not LIVE else ["account"]
-)
+CLOUDS = [
+    "local",
+    pytest.param("ssh", marks=needs_sshd),
+    pytest.param(
+        "skypilot",
+        marks=[needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(600)],
+    ),
+    "modal",
+]
+
+
+@pytest.fixture(params=["account"] if LIVE else CLOUDS)
 def cloud(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cloud]:
@@ -129,6 +160,12 @@ def cloud(
     with ExitStack() as stack:
         if request.param == "local":
             cloud = Cloud("local", home / "clusters", {})
+        elif request.param == "skypilot":
+            rig: SlurmRig = request.getfixturevalue("slurm")
+            for key, value in rig.environment.items():
+                monkeypatch.setenv(key, value)
+            stack.callback(lambda: rig.preempt(rig.jobs()))
+            cloud = SkyPilotCloud(rig)
         elif request.param == "account":
             cloud = ModalAccount(tmp_path)
         elif request.param == "modal":
@@ -159,7 +196,7 @@ async def test_from_launch_to_terminate(cloud: Cloud) -> None:
     assert (await cloud.provider.offers(spec))[0].provider == cloud.name
     assert await cloud.provider.list() == []
 
-    await cloud.provider.launch(spec, "one")
+    await asyncio.gather(*(cloud.provider.launch(spec, "one") for _ in range(3)))
     first = await only(cloud)
     assert (first.name, first.provider) == ("one", cloud.name)
     assert first.state in ("starting", "running")
@@ -187,42 +224,34 @@ async def test_from_launch_to_terminate(cloud: Cloud) -> None:
         await cloud.provider.endpoint("one")
 
 
-async def test_two_launches_at_once_give_one_server(cloud: Cloud) -> None:
-    spec = cloud.record("one")
-    await asyncio.gather(*(cloud.provider.launch(spec, "one") for _ in range(3)))
-    assert (await only(cloud)).name == "one"
-    assert len(cloud.processes()) == 1 or LIVE
-    await asyncio.gather(*(cloud.provider.terminate("one") for _ in range(2)))
-    assert await cloud.provider.list() == []
-
-
-async def test_a_lost_machine_is_not_listed_and_can_be_replaced(cloud: Cloud) -> None:
-    spec = cloud.record("one")
-    await cloud.provider.launch(spec, "one")
-    lost = await only(cloud)
-    cloud.lose("one")
-    assert await cloud.provider.list() == []
-    with pytest.raises(LaunchError):
-        await cloud.provider.endpoint("one")
-    await cloud.provider.launch(spec, "one")
-    assert (await only(cloud)).detail != lost.detail
-    await cloud.provider.terminate("one")
-
-
 async def test_a_server_that_can_not_start_says_why(cloud: Cloud) -> None:
     spec = cloud.record("one").model_copy(update={"engine": "no-such-engine"})
     await cloud.provider.launch(spec, "one")
     with pytest.raises(LaunchError, match=r"(?s)The last lines.*no-such-engine"):
         await cloud.provider.endpoint("one")
+    if cloud.outlive_servers:
+        await cloud.provider.terminate("one")
     assert await cloud.provider.list() == []
 
 
-async def test_two_clusters_are_told_apart(cloud: Cloud) -> None:
+async def test_a_lost_machine_is_not_listed_and_can_be_replaced(cloud: Cloud) -> None:
     for name in ("one", "two"):
         await cloud.provider.launch(cloud.record(name), name)
+    details = {one.name: one.detail for one in await cloud.provider.list()}
+    assert details.keys() == {"one", "two"}
+    cloud.lose("one")
+    assert (await only(cloud)).detail == details["two"]
+    with pytest.raises(LaunchError):
+        await cloud.provider.endpoint("one")
+
+    await cloud.provider.launch(cloud.record("one"), "one")
+    found = {one.name: one.detail for one in await cloud.provider.list()}
+    assert found["one"] != details["one"]
+    assert found["two"] == details["two"]
     await cloud.provider.terminate("one")
     assert (await only(cloud)).name == "two"
-    await cloud.provider.terminate("two")
+    await asyncio.gather(*(cloud.provider.terminate("two") for _ in range(2)))
+    assert await cloud.provider.list() == []
 
 
 async def test_what_there_is_not(cloud: Cloud) -> None:
