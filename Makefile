@@ -14,6 +14,7 @@ WITH_VLLM := $(if $(filter True,$(HAS_VLLM)),.venv-vllm)
 export ART_VLLM_PYTHON ?= $(CURDIR)/.venv-vllm/bin/python
 WITH_SWIFT := $(if $(filter Linux,$(shell uname -s)),.venv-swift)
 export ART_SWIFT_PYTHON ?= $(CURDIR)/.venv-swift/bin/python
+WITH_SKYPILOT := $(if $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld),.venv-skypilot)
 
 # Hundreds of processes import torch or vLLM: with their bytecode kept, each starts in half the time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -67,11 +68,11 @@ demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on
 examples: .venv/dev  ## run each example in short (one: ARGS="-k codenames")
 	$(BIN)/pytest -v tests/real/test_examples.py $(ARGS)
 
-test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist loadgroup --ignore=tests/real/test_skypilot.py $(ARGS)
+test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
+	$(BIN)/pytest -n auto --dist loadgroup -m "not long" $(ARGS)
 
-test-skypilot: .venv/dev .venv-skypilot  ## the real SkyPilot on a real Slurm: root, and some minutes
-	$(BIN)/pytest -n 1 tests/real/test_skypilot.py $(ARGS)
+test-skypilot: .venv/dev .venv-skypilot  ## how SkyPilot's machines end: root, Slurm, and some minutes
+	$(BIN)/pytest -n 1 -m long $(ARGS)
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
 	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)

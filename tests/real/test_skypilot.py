@@ -53,6 +53,7 @@ async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.long
 async def test_a_server_without_clients_ends_and_says_why(slurm: SlurmRig, tmp_path: Path) -> None:
     """Its two nodes are left alone from here on, for the last test to look at."""
     provider = get_provider("skypilot")
@@ -121,6 +122,7 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     assert slurm.files_with(token) == []
 
 
+@pytest.mark.long
 async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     slurm: SlurmRig, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     assert Registry().list() == []
 
 
+@pytest.mark.long
 async def test_a_setup_that_fails_is_shown_and_leaves_nothing(
     slurm: SlurmRig, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ async def test_without_its_server_nothing_is_said_of_what_runs(
         await get_provider("skypilot").list()
 
 
+@pytest.mark.long
 async def test_machines_go_by_themselves_when_their_server_has_ended(slurm: SlurmRig) -> None:
     """Those of the first test: autostop took them down, and SkyPilot knows."""
     await until(lambda: not slurm.jobs("alone"))
