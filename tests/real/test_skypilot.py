@@ -122,7 +122,6 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     assert slurm.files_with(token) == []
 
 
-@pytest.mark.long
 async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     slurm: SlurmRig, tmp_path: Path
 ) -> None:
