@@ -21,7 +21,7 @@ from inbox import HITS, HOURS, TOOLS, TOPICS, Desk, Mailbox
 import art_cloud as art
 from art_cloud.demo import Experiment, experiment_parser, run_example
 
-NAME, TITLE, STEPS = "email-agent", "Email agent", 30
+NAME, TITLE, STEPS = "email-agent", "Email agent", 24
 GROUPS = 8
 WARM_UP = 1500
 HELD_OUT = range(1_000_000, 1_000_200)
@@ -93,7 +93,7 @@ email_agent: Experiment[int] = Experiment(
     held_out=HELD_OUT,
     warm_up=[clumsy_work(-seed) for seed in range(1, WARM_UP + 1)],
     warm_up_config=art.SFTConfig(learning_rate=3e-3, batch_size=4),
-    config=art.TrainConfig(learning_rate=7e-4),
+    config=art.TrainConfig(learning_rate=1.5e-3),
     steps=STEPS,
 )
 
