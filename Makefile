@@ -71,7 +71,7 @@ examples: .venv/dev  ## run each example in short (one: ARGS="-k codenames")
 test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
 	$(BIN)/pytest -n auto --dist loadgroup -m "not long" $(ARGS)
 
-test-skypilot: .venv/dev .venv-skypilot  ## how SkyPilot's machines end: root, Slurm, and some minutes
+test-skypilot: .venv/dev .venv-skypilot  ## SkyPilot's machines, lost and ended: root, Slurm, and some minutes
 	$(BIN)/pytest -n 1 -m long $(ARGS)
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)

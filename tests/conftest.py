@@ -53,7 +53,7 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmRig]:
     """SkyPilot with a Slurm cluster. Tests that use it are of the xdist group "skypilot"."""
     from .slurm_rig import SlurmRig

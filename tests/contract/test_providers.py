@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import modal
 import psutil
@@ -138,18 +139,14 @@ LIVE = "ART_MODAL_LIVE" in os.environ
 """`make test-modal-live`: on an account, instead of the plane."""
 
 
-CLOUDS = [
-    "local",
-    pytest.param("ssh", marks=needs_sshd),
-    pytest.param(
-        "skypilot",
-        marks=[needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(600)],
-    ),
-    "modal",
-]
+def clouds(*on_skypilot: pytest.MarkDecorator) -> list[Any]:
+    marks = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(600)]
+    skypilot = pytest.param("skypilot", marks=[*marks, *on_skypilot])
+    everywhere = ["local", pytest.param("ssh", marks=needs_sshd), skypilot, "modal"]
+    return ["account"] if LIVE else everywhere
 
 
-@pytest.fixture(params=["account"] if LIVE else CLOUDS)
+@pytest.fixture(params=clouds())
 def cloud(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cloud]:
@@ -234,6 +231,7 @@ async def test_a_server_that_can_not_start_says_why(cloud: Cloud) -> None:
     assert await cloud.provider.list() == []
 
 
+@pytest.mark.parametrize("cloud", clouds(pytest.mark.long), indirect=True)
 async def test_a_lost_machine_is_not_listed_and_can_be_replaced(cloud: Cloud) -> None:
     for name in ("one", "two"):
         await cloud.provider.launch(cloud.record(name), name)

@@ -79,6 +79,7 @@ async def rollouts(model: art.TrainableModel[None]) -> art.TrajectoryGroup:
     )
 
 
+@pytest.mark.long
 async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     slurm: SlurmRig,
     moto: S3Server,

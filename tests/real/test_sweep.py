@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import art_cloud as art
-from art_cloud import fleet
+from art_cloud import fleet, sweep
 from art_cloud.cli import app
 from art_cloud.cluster import store_url
 from art_cloud.errors import ConfigError
@@ -29,6 +29,8 @@ async def cluster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     monkeypatch.setenv("ART_CLOUD_HOME", str(home))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(local, "ENDING_SECONDS", 1.0)
+    monkeypatch.setattr(fleet, "STATUS_SECONDS", 10.0)
+    monkeypatch.setattr(sweep, "ANSWER_SECONDS", 10.0)
     yield home
     for one in await fleet.status():
         await fleet.down(one.name)

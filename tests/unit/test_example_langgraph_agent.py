@@ -48,4 +48,4 @@ def test_questions_and_lessons() -> None:
         function = lesson[2]["tool_calls"][0]["function"]
         right += function["name"] == shop.call[0] and shop.call[1] in function["arguments"]
         assert lesson[3]["content"] == lesson[4]["content"]
-    assert right / 200 < 0.35, "the warm-up teaches which tool to call"
+    assert 0.45 < right / 200 < 0.7  # half of them, and what chance gives
