@@ -19,7 +19,7 @@ WITH_SKYPILOT := $(if $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld),.ven
 # Hundreds of processes import torch or vLLM: with their bytecode kept, each starts in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo examples test test-skypilot test-modal-live check format bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo examples test test-skypilot test-modal-live check format lock bench clean .venv-vllm .venv-swift .venv-skypilot
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -76,6 +76,14 @@ test-skypilot: .venv/dev .venv-skypilot  ## SkyPilot's machines, lost and ended:
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
 	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)
+
+lock: .venv/dev  ## pin anew what is installed on machines, to the newest versions
+	@for extras in server server-vllm; do \
+		{ echo "# art-cloud[$$(echo $$extras | tr - ,)] on other machines (make lock). CUDA's packages are torch's to say."; \
+		echo torch==2.13.0 | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate \
+			--constraint - $$(printf -- '--extra %s ' $$(echo $$extras | tr - ' ')) pyproject.toml | grep -vE '^(nvidia-|cuda-|triton)'; \
+		} > launch/$$extras.lock.txt || exit 1; \
+	done
 
 check: .venv/dev  ## lint and type-check
 	$(BIN)/ruff check .

@@ -163,6 +163,22 @@ def tunnel(
     run(keep())
 
 
+@clusters.command(context_settings={"ignore_unknown_options": True})
+def ssh(
+    name: Name,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="What runs there. Default: a shell.")
+    ] = None,
+) -> None:
+    """Log in to the machine of a cluster, or run a command there."""
+    import os
+
+    from . import fleet
+
+    words = run(fleet.ssh_command(name))
+    os.execvp(words[0], [*words, *(command or [])])  # noqa: S606
+
+
 @clusters.command()
 def down(
     name: Annotated[str | None, typer.Argument()] = None,

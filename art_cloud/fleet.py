@@ -22,6 +22,7 @@ from .money import Receipt
 from .protocol import ServerInfo
 from .providers import Endpoint, Instance, get_provider, provider_names
 from .registry import ClusterRecord, Registry, in_use, unknown
+from .ssh_login import require_ssh
 from .tunnel import Tunnel, open_tunnel, port_of, reached
 
 STATUS_SECONDS = 40.0
@@ -159,6 +160,26 @@ async def tunnel(name: str, port: int) -> Tunnel:
     if endpoint.ssh is None:
         raise ConfigError(f"{name} takes no tunnel: it is at {endpoint.url}")
     return await open_tunnel(endpoint.ssh, port_of(endpoint), local_port=port)
+
+
+async def ssh_command(name: str) -> list[str]:
+    """What logs in to the machine of a recorded cluster, as the user's own `ssh` does.
+
+    Raises:
+        ConfigError: there is no such login.
+        NotFoundError: there is nothing of that name.
+    """
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    if endpoint.ssh is None:
+        raise ConfigError(
+            f"{name} has no ssh: its server is at {endpoint.url} of "
+            f"{_host(endpoint, record.spec.provider)}."
+        )
+    require_ssh()
+    return endpoint.ssh.command
 
 
 async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:

@@ -107,8 +107,9 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
             return _Login(route, port, connection, ended)
     except asyncssh.PermissionDenied as error:
         raise ProviderError(
-            f"{route.host} does not let this user in: {error.reason}. See whether `{_typed(route)}`"
-            " works. A key with a passphrase has to be in the agent: ssh-add."
+            f"{route.host} does not let this user in: {error.reason}. See whether "
+            f"`{shlex.join(route.command)}` works. A key with a passphrase has to be in the "
+            "agent: ssh-add."
         ) from error
     except TimeoutError as error:
         raise ServerUnavailableError(
@@ -208,11 +209,11 @@ def _stranger(
             f"{route.host} shows another host key than the one in {files}: it is another machine, "
             "a new one under an old address, or somebody in between. If you know why, remove the "
             f"old key (ssh-keygen -R '{name if port is None else f'[{name}]:{port}'}') and look at "
-            f"the new one: {_typed(route)}"
+            f"the new one: {shlex.join(route.command)}"
         )
     return ProviderError(
         f"The host key of {route.host} is not known: it is not in {files}. Log in once by hand, "
-        f"compare the fingerprint and accept it: {_typed(route)}"
+        f"compare the fingerprint and accept it: {shlex.join(route.command)}"
     )
 
 
@@ -235,15 +236,6 @@ def _configs(route: SSHRoute) -> list[str]:
         return [str(Path(route.config).expanduser())]
     paths = [Path(name).expanduser() for name in CONFIGS]
     return [str(path) for path in paths if path.is_file()]
-
-
-def _typed(route: SSHRoute) -> str:
-    """What a person would type to log in."""
-    return shlex.join(["ssh", *_options(route), route.host])
-
-
-def _options(route: SSHRoute) -> list[str]:
-    return [] if route.config is None else ["-F", str(Path(route.config).expanduser())]
 
 
 class _Login:
@@ -319,7 +311,7 @@ class _Command:
         socket = Path(folder.name) / "port"
         process = await asyncio.create_subprocess_exec(
             "ssh",
-            *_options(route),
+            *route.options,
             *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"),
             *("-o", "ExitOnForwardFailure=yes", "-o", f"ConnectTimeout={LOGIN_SECONDS:.0f}"),
             *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),

@@ -91,13 +91,13 @@ class Login:
                 yield line.rstrip("\n")
         self._check(channel, channel.makefile_stderr().read())
 
-    async def put(self, wheel: Path, key: str) -> str:
-        """Copy a wheel there, into a folder of its own, and return its path."""
-        target = f"{(await self.run('prepare.py', 'wheels', key))['path']}/{wheel.name}"
+    async def put(self, path: Path, key: str) -> str:
+        """Copy a file there, to what is installed as `key`, and return its path."""
+        target = f"{(await self.run('prepare.py', 'wheels', key))['path']}/{path.name}"
 
         def copy() -> None:
             partial = f"{target}.{uuid4().hex}"
-            self._connection.put(str(wheel), partial)
+            self._connection.put(str(path), partial)
             self._connection.sftp().posix_rename(partial, target)
 
         with _failures(self.route):
@@ -144,9 +144,8 @@ def _read(channel: paramiko.Channel) -> tuple[bytes, bytes]:
 def _settings(route: SSHRoute) -> dict[str, list[str]]:
     """What the user's ssh would do for this host: every setting with its values."""
     ssh = shutil.which("ssh") or "ssh"
-    config = ["-F", route.config] if route.config else []
     found = subprocess.run(
-        [ssh, *config, "-G", "--", route.host], capture_output=True, text=True, check=False
+        [ssh, *route.options, "-G", "--", route.host], capture_output=True, text=True, check=False
     )
     if found.returncode:
         raise ConfigError(f"ssh does not take {route.host!r}: {found.stderr.strip()}")
@@ -198,8 +197,7 @@ def _gateway(route: SSHRoute, settings: dict[str, list[str]]) -> str | None:
     hostname, user, port = (settings[key][0] for key in ("hostname", "user", "port"))
     if jump := settings.get("proxyjump"):
         *before, last = jump[0].split(",")
-        command = ["ssh", "-o", "BatchMode=yes"]
-        command += ["-F", route.config] if route.config else []
+        command = ["ssh", *route.options, "-o", "BatchMode=yes"]
         command += ["-J", ",".join(before)] if before else []
         return shlex.join([*command, "-W", f"[{hostname}]:{port}", last])
     if command := settings.get("proxycommand", []):
@@ -229,7 +227,7 @@ def _refusal(route: SSHRoute, alias: str, known: list[Path]) -> paramiko.Missing
 
 
 def _by_hand(route: SSHRoute) -> str:
-    return shlex.join(["ssh", *(["-F", route.config] if route.config else []), route.host])
+    return shlex.join(route.command)
 
 
 @contextmanager

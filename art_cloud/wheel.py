@@ -28,11 +28,25 @@ class Source:
     """The same for the same content."""
     wheel: Path | None
 
+    def environment(self, engine: str) -> str:
+        """The name of one that has it, with its lock."""
+        return self.key + ("-vllm" if engine == "vllm" else "")
+
     def requirement(self, extras: str, wheel: str | None = None) -> str:
         """For pip, on a machine that has the wheel at the path `wheel`."""
         if self.wheel is None:
             return f"art-cloud[{extras}]=={__version__}"
         return f"art-cloud[{extras}] @ file://{wheel or self.wheel}"
+
+
+def extras(engine: str) -> str:
+    return "server,vllm" if engine == "vllm" else "server"
+
+
+def lock(engine: str) -> Path:
+    """The versions that are installed with it (pip's constraints)."""
+    name = "server-vllm.lock.txt" if engine == "vllm" else "server.lock.txt"
+    return Path(__file__).parent / "launch" / name
 
 
 def source() -> Source:

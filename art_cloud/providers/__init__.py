@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import AwareDatetime, Field, JsonValue, NonNegativeFloat, PositiveFloat, SecretStr
@@ -120,6 +121,16 @@ class SSHRoute(Frozen):
     host: str
     config: str | None = None
     """Another file than ~/.ssh/config."""
+
+    @property
+    def options(self) -> list[str]:
+        """Those of `ssh`."""
+        return ["-F", str(Path(self.config).expanduser())] if self.config else []
+
+    @property
+    def command(self) -> list[str]:
+        """What a person would type to log in."""
+        return ["ssh", *self.options, self.host]
 
 
 class Endpoint(Frozen):

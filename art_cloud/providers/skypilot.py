@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import shlex
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from ..http import complaint
 from ..progress import enabled, say
 from ..registry import home
 from ..skypilot_bridge import LAUNCH, call, lines
-from ..wheel import source
+from ..wheel import extras, lock, source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
 ENDPOINT = "endpoint.json"
@@ -106,11 +107,10 @@ class SkyPilotProvider:
             _forget(folder, ENDPOINT)
             on_log = say if enabled() else None
             try:
-                waits = await call("launch", name=name, task=task, on_log=on_log)
-                if waits is not None:
+                ssh = await call("launch", name=name, task=task, on_log=on_log)
+                if ssh is not None:
                     _forget(folder, KNOWN_HOSTS, LOG)
-                    route = _route(folder, **waits["ssh"])
-                    await _hand_over(route, spec.server_environment(), waits["pipe"])
+                    await _hand_over(name, _route(folder, **ssh), spec.server_environment())
             except ProviderError:
                 await self.terminate(name)
                 raise
@@ -129,7 +129,7 @@ class SkyPilotProvider:
             raise LaunchError(_last_words(name, found["ended"]))
         route = _route(folder, **found["ssh"])
         if not (folder / KNOWN_HOSTS).exists():
-            await _log_in(route, "true")
+            await _run(route, "true")
         endpoint = Endpoint(url=found["url"], ssh=route)
         (folder / ENDPOINT).write_text(endpoint.model_dump_json())
         return endpoint
@@ -218,23 +218,39 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     }
     if envs["ART_CLOUD_PYTHON"]:
         return {"envs": envs}
-    what, extras = source(), "server,vllm" if spec.engine == "vllm" else "server"
-    envs["ART_CLOUD_ENVIRONMENT"] = what.key
-    envs["ART_CLOUD_REQUIREMENT"] = what.requirement(extras)
-    mounts = {"~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py")}
+    what, wanted = source(), extras(spec.engine)
+    envs["ART_CLOUD_ENVIRONMENT"] = what.environment(spec.engine)
+    envs["ART_CLOUD_REQUIREMENT"] = what.requirement(wanted)
+    mounts = {
+        "~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py"),
+        "~/.art-cloud/server.lock.txt": str(lock(spec.engine)),
+    }
     if what.wheel is not None:
-        envs["ART_CLOUD_REQUIREMENT"] = f"art-cloud[{extras}]"  # server.yaml finds the wheel
+        envs["ART_CLOUD_REQUIREMENT"] = f"art-cloud[{wanted}]"  # server.yaml finds the wheel
         mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
     return {"envs": envs, "mounts": mounts}
 
 
-async def _hand_over(route: SSHRoute, secrets: dict[str, str], pipe: str) -> None:
+async def _hand_over(name: str, route: SSHRoute, secrets: dict[str, str]) -> None:
     """What the server must know and SkyPilot must not: it writes secrets of a task to disks, and
-    gives them to programs as arguments."""
-    said = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
-    pipe = shlex.quote(pipe)
-    take = shlex.quote(f"[ ! -p {pipe} ] || cat > {pipe}")  # if another launch has not done it
-    await _log_in(route, f"timeout {SECONDS_TO_TAKE} sh -c {take}", said)
+    gives them to programs as arguments.
+
+    The login is made while the server is on its way. A set-up may last longer than a login.
+    """
+    # the pipe may be gone: another launch has done it
+    take = f'IFS= read -r pipe; [ ! -p "$pipe" ] || timeout {SECONDS_TO_TAKE} cat > "$pipe"'
+    command = f"sh -c {shlex.quote(take)}"
+    exports = (f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
+    async with _login(route, command) as early:
+        pipe = await call("pipe", name=name)
+        if pipe is None:
+            return
+        said = f"{pipe}\n{''.join(exports)}"
+        if early.returncode is None:
+            await _say(route, early, said)
+            return
+    async with _login(route, command) as late:
+        await _say(route, late, said)
 
 
 def _route(folder: Path, host: str, config: str) -> SSHRoute:
@@ -254,19 +270,32 @@ def _route(folder: Path, host: str, config: str) -> SSHRoute:
     return SSHRoute(host=host, config=str(path))
 
 
-async def _log_in(route: SSHRoute, command: str, said: str = "") -> None:
-    """Run a command there that reads `said`."""
+async def _run(route: SSHRoute, command: str) -> None:
+    """Run a command there."""
+    async with _login(route, command) as process:
+        await _say(route, process, "")
+
+
+@asynccontextmanager
+async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
+    """A command that runs there, and ends with the block."""
     process = await asyncio.create_subprocess_exec(
-        *("ssh", "-F", str(route.config), "-o", "BatchMode=yes", route.host, command),
+        *("ssh", *route.options, "-o", "BatchMode=yes", route.host, command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        _, errors = await process.communicate(said.encode())
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
+
+
+async def _say(route: SSHRoute, process: Process, said: str) -> None:
+    """To a command, and wait for its end."""
+    _, errors = await process.communicate(said.encode())
     if process.returncode:
         why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
         raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
@@ -295,7 +324,7 @@ async def _end_server(folder: Path, name: str) -> None:
     stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
     with suppress(ProviderError, TimeoutError):
         async with asyncio.timeout(SECONDS_TO_END):
-            await _log_in(route, stop)
+            await _run(route, stop)
 
 
 def _forget(folder: Path, *names: str) -> None:

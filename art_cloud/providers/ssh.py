@@ -33,7 +33,7 @@ from ..progress import say
 from ..registry import Registry, home
 from ..ssh_hosts import Options, options_of, routes_of
 from ..ssh_login import Login, login, require_ssh
-from ..wheel import source
+from ..wheel import extras, lock, source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
 INSTALL_SECONDS = 1500.0
@@ -262,10 +262,9 @@ def describe(has: dict[str, Any]) -> str:
 
 async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
     """An environment with this version on the machine, made once; returns its Python."""
-    extras = "server,vllm" if spec.engine == "vllm" else "server"
     what = await asyncio.to_thread(source)
-    key = what.key + ("-vllm" if spec.engine == "vllm" else "")
-    wheel = None
+    key, wanted = what.environment(spec.engine), extras(spec.engine)
+    wheel, pins = None, []
     if key not in has["environments"]:
         if has["disk_bytes"] < INSTALLED_BYTES:
             raise ProviderError(
@@ -273,10 +272,11 @@ async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
                 f"{INSTALLED_BYTES / 1e9:.0f} are needed to install art-cloud with torch in "
                 "~/.art-cloud. Free some, or name a python= that has it."
             )
-        say(f"{there.route.host}: installing art-cloud[{extras}] {what.key}, once for all clusters")
+        say(f"{there.route.host}: installing art-cloud[{wanted}] {what.key}, once for all clusters")
         wheel = await there.put(what.wheel, what.key) if what.wheel else None
-    requirement = what.requirement(extras, wheel)
-    answer = await there.run("prepare.py", "install", key, requirement, silence=INSTALL_SECONDS)
+        pins = [await there.put(lock(spec.engine), what.key)]
+    arguments = ["install", key, what.requirement(wanted, wheel), *pins]
+    answer = await there.run("prepare.py", *arguments, silence=INSTALL_SECONDS)
     return str(answer["python"])
 
 

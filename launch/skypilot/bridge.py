@@ -71,12 +71,14 @@ def offers(task: dict[str, Any]) -> list[dict[str, Any]]:
     clouds = check()
     made, dag = make_task(task), sky.Dag()
     dag.add(made)
-    sdk.stream_and_get(sdk.optimize(dag), output_stream=Lines())
+    feasible = sdk.optimize(dag)
+    listed = [(wanted, listing(wanted)) for wanted in made.resources]
+    sdk.stream_and_get(feasible, output_stream=Lines())
     found: list[dict[str, Any]] = []
     reasons: list[ValueError] = []
-    for wanted in made.resources:
+    for wanted, request in listed:
         try:
-            found += offers_of(wanted, clouds)
+            found += offers_of(wanted, request, clouds)
         except ValueError as error:  # a cloud that has none of these
             reasons.append(error)
     if reasons and not found:
@@ -86,22 +88,27 @@ def offers(task: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda offer: float(offer["price_per_hour"]))
 
 
-def offers_of(wanted: sky.Resources, clouds: list[str]) -> Iterator[dict[str, Any]]:
+def listing(wanted: sky.Resources) -> Any:
+    """The request for what SkyPilot's catalog has of it; None if it is no GPU."""
     if not wanted.accelerators:
+        return None
+    [(gpu, count)] = wanted.accelerators.items()
+    return sdk.list_accelerators(
+        name_filter=f"^{re.escape(gpu)}$",
+        quantity_filter=int(count),
+        region_filter=None if str(wanted.cloud) == "Slurm" else wanted.region,
+        clouds=str(wanted.cloud).lower() if wanted.cloud else None,
+        require_price=False,
+        case_sensitive=False,
+    )
+
+
+def offers_of(wanted: sky.Resources, request: Any, clouds: list[str]) -> Iterator[dict[str, Any]]:
+    if request is None:
         cloud = str(wanted.cloud or "any").lower()
         yield offer_of(cloud, wanted.region, str(wanted), wanted.use_spot, math.nan)
         return
-    [(gpu, count)] = wanted.accelerators.items()
-    rows = sdk.get(
-        sdk.list_accelerators(
-            name_filter=f"^{re.escape(gpu)}$",
-            quantity_filter=int(count),
-            region_filter=None if str(wanted.cloud) == "Slurm" else wanted.region,
-            clouds=str(wanted.cloud).lower() if wanted.cloud else None,
-            require_price=False,
-            case_sensitive=False,
-        )
-    )
+    rows = sdk.get(request)
     enabled = {cloud.lower() for cloud in clouds}
     for row in (row for listed in rows.values() for row in listed):
         fits = wanted.instance_type in (None, row.instance_type)
@@ -126,11 +133,9 @@ def offer_of(
     }
 
 
-def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns once the machine is there and its setup has ended; one that is there is left.
-
-    The result is where the server waits for its secrets, if it does.
-    """
+def launch(name: str, task: dict[str, Any]) -> dict[str, str] | None:
+    """Returns once the machine is there, and its set-up and its server are on their way; a machine
+    that is there is left. The result is how to log in; None if the server listens already."""
     pending = launching(name)
     if pending:
         sdk.stream_and_get(pending[0], output_stream=Lines())
@@ -139,9 +144,14 @@ def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
         sdk.stream_and_get(request, output_stream=Lines())
     elif any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
         return None
+    return ssh_of(name)
+
+
+def pipe(name: str) -> str | None:
+    """Waits until the server asks for its secrets, and says where. None: it has them, or ended."""
     for line in lines_of_job(name, follow=True):
         if found := WAITS.search(line):
-            return {"pipe": found[1], "ssh": ssh_of(name)}
+            return found[1]
         if LISTENS.search(line):
             break
     return None
@@ -163,10 +173,11 @@ def has_server(name: str) -> bool:
 def endpoint(name: str) -> dict[str, Any]:
     """Waits until the server of the cluster listens, or has ended."""
     said: list[str] = []
+    ssh = ssh_of(name)
     for line in lines_of_job(name, follow=True):
         said.append(line)
         if found := LISTENS.search(line):
-            return {"url": found[1], "ssh": ssh_of(name)}
+            return {"url": found[1], "ssh": ssh}
     return {"ended": said[-LOG_LINES:]}
 
 
@@ -310,6 +321,7 @@ def plain(text: str) -> str:
 CALLS: dict[str, Callable[..., Any]] = {
     "offers": offers,
     "launch": launch,
+    "pipe": pipe,
     "endpoint": endpoint,
     "list": list_,
     "terminate": terminate,

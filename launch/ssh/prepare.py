@@ -3,7 +3,7 @@
 
     prepare.py check [PYTHON]               what the machine has
     prepare.py wheels KEY                   the folder for a wheel that is to be installed
-    prepare.py install KEY REQUIREMENT      an environment of that name, made once
+    prepare.py install KEY REQUIREMENT [LOCK]    an environment of that name, made once
 
 Answers are JSON on standard output; a failure is a sentence on standard error and exit code 1.
 Everything lies in ~/.art-cloud, which only its owner can read: environments in `envs/KEY`.
@@ -99,7 +99,8 @@ def install(options: argparse.Namespace) -> dict[str, Any]:
             _run(uv, "venv", "--quiet", "--clear", "--python", ">=3.11", str(folder))
             # the build of torch that the driver can run
             backend = {"UV_TORCH_BACKEND": "auto"} if _gpus()["gpus"] else {}
-            _run(uv, "pip", "install", "--python", python, options.requirement, **backend)
+            pins = ["--constraint", options.lock] if options.lock else []
+            _run(uv, "pip", "install", "--python", python, options.requirement, *pins, **backend)
             done.touch()
     return {"python": python}
 
@@ -136,6 +137,7 @@ def main() -> None:
     installing.set_defaults(call=install)
     installing.add_argument("key")
     installing.add_argument("requirement")
+    installing.add_argument("lock", nargs="?")
     options = parser.parse_args()
     try:
         print(json.dumps(options.call(options)))

@@ -104,6 +104,7 @@ async def train_and_look(box: Box, store: str, base_model: str) -> None:
         assert (found.state, found.recorded) == ("running", True)
         assert found.detail.startswith("gpu-box, pid ")
         assert "art-server" in await art_cloud("logs", "one")
+        await check_a_command_on_the_machine(box)
         await check_the_tunnel_of_the_command_line(box)
 
         [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
@@ -111,6 +112,15 @@ async def train_and_look(box: Box, store: str, base_model: str) -> None:
         shutil.rmtree(box.home / ".art-cloud" / "clusters" / "one")
         assert (await backend.train(model, [group])).step == 2
     assert await fleet.status() == []
+
+
+async def check_a_command_on_the_machine(box: Box) -> None:
+    program = (sys.executable, "-c", "from art_cloud.cli import main; main()")
+    process = await asyncio.create_subprocess_exec(
+        *(*program, "ssh", "one", "echo $HOME; exit 7"), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    assert (said.decode(), process.returncode) == (f"{box.home}\n", 7)
 
 
 async def check_the_tunnel_of_the_command_line(box: Box) -> None:
