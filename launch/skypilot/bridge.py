@@ -45,6 +45,7 @@ POLL_SECONDS = 1.0
 WAITS = re.compile(r"art-server waits for its secrets at (/\S+)")
 LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+WARNING = re.compile(r"W [-\d]+ [:.\d]+ PID=\d+ \S+\] ")
 JOB = re.compile(r"^\((setup|art-server|head)\b[^)]*\) ")
 LOG_LINES = 15
 SERVER = Path(__file__).parent / "server.yaml"
@@ -57,12 +58,16 @@ class Lines(io.TextIOBase):
 
     def __init__(self) -> None:
         self._rest = ""
+        self.warnings: dict[str, None] = {}
+        """Those of SkyPilot, in order: why a cloud refused a machine is said nowhere else."""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             if said := plain(line.rpartition("\r")[2]).strip():
                 answer(log=said)
+                if warning := WARNING.match(said):
+                    self.warnings[said[warning.end() :]] = None
         return len(text)
 
 
@@ -141,7 +146,12 @@ def launch(name: str, task: dict[str, Any]) -> dict[str, str] | None:
         sdk.stream_and_get(pending[0], output_stream=Lines())
     if not has_server(name):
         request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
-        sdk.stream_and_get(request, output_stream=Lines())
+        said = Lines()
+        try:
+            sdk.stream_and_get(request, output_stream=said)
+        except exceptions.ResourcesUnavailableError as error:
+            tried = "\n".join([str(error), *said.warnings])
+            raise exceptions.ResourcesUnavailableError(tried) from error
     elif any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
         return None
     return ssh_of(name)
