@@ -22,6 +22,9 @@ from .runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+BEHIND_SECONDS = 0.1
+"""What is stored behind its job leaves the processors to the first tokens of the step."""
+
 Keep = Callable[[], Awaitable[None]]
 """Keeps what a step was trained on, once the step is in the store."""
 
@@ -66,6 +69,8 @@ class Publisher:
 
             async def upload() -> dict[str, Blob]:
                 await saved
+                if behind:
+                    await asyncio.sleep(BEHIND_SECONDS)
                 return await self._upload(draft, folder, tell)
 
             uploading = None if behind else asyncio.create_task(upload())

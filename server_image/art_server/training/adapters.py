@@ -110,7 +110,8 @@ class Adapters:
             with self._peft.disable_adapter():
                 yield
         else:
-            self._peft.set_adapter(key)
+            if self._peft.active_adapters != [key]:  # to set it walks through all modules
+                self._peft.set_adapter(key)
             yield
 
     def _add(self, config: LoraConfig) -> str:
