@@ -19,7 +19,7 @@ WITH_SKYPILOT := $(if $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld),.ven
 # Hundreds of processes import torch or vLLM: with their bytecode kept, each starts in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo examples test test-skypilot test-modal-live check format lock bench clean .venv-vllm .venv-swift .venv-skypilot
+.PHONY: help demo examples test test-skypilot test-aws test-modal-live check format lock bench clean .venv-vllm .venv-swift .venv-skypilot .venv-skypilot-aws
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -62,6 +62,15 @@ $(BIN)/uv:
 		$(BIN)/uv pip install --quiet --no-deps --compile-bytecode --python .venv-skypilot/bin/python -r tests/skypilot.lock.txt
 	@touch $@
 
+.venv-skypilot-aws: .venv-skypilot-aws/done  ## SkyPilot with AWS, likewise (its tests take root)
+
+.venv-skypilot-aws/done: tests/skypilot-aws.lock.txt | $(BIN)/uv
+	@echo "Installing SkyPilot for AWS into .venv-skypilot-aws ..."
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-skypilot-aws
+	@UV_FIND_LINKS="$$($(BIN)/pip config get global.find-links 2>/dev/null)" \
+		$(BIN)/uv pip install --quiet --no-deps --compile-bytecode --python .venv-skypilot-aws/bin/python -r tests/skypilot-aws.lock.txt
+	@touch $@
+
 demo: .venv/demo $(if $(filter vllm,$(ENGINE)),.venv-vllm)  ## train an agent on this machine (ENGINE=, ARGS="--control --json")
 	@ART_CLOUD_HOME="$(ART_CLOUD_HOME)" $(BIN)/art-cloud demo --engine $(ENGINE) $(ARGS)
 
@@ -69,10 +78,13 @@ examples: .venv/dev  ## run each example in short (one: ARGS="-k codenames")
 	$(BIN)/pytest -v tests/real/test_examples.py $(ARGS)
 
 test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run the tests (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist loadgroup -m "not long" $(ARGS)
+	$(BIN)/pytest -n auto --dist loadgroup -m "not long and not aws" $(ARGS)
 
 test-skypilot: .venv/dev .venv-skypilot  ## SkyPilot's machines, lost and ended: root, Slurm, and some minutes
 	$(BIN)/pytest -n 1 -m long $(ARGS)
+
+test-aws: .venv/dev .venv-skypilot-aws  ## SkyPilot's own provisioner on an AWS that moto plays: root, and some 20 minutes
+	$(BIN)/pytest -n 0 -v -m aws $(ARGS)
 
 test-modal-live: .venv/dev  ## what providers promise, on your Modal account (some minutes of a T4)
 	ART_MODAL_LIVE=1 $(BIN)/pytest tests/contract/test_providers.py $(ARGS)
@@ -99,4 +111,4 @@ bench: .venv/bench $(if $(filter swap gateway,$(NAME)),.venv-vllm) $(if $(filter
 	@$(BIN)/python benchmarks/$(NAME).py $(ARGS)
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-vllm .venv-swift .venv-skypilot .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-swift .venv-skypilot .venv-skypilot-aws .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -157,7 +157,7 @@ class Instance(Frozen):
 
     name: str
     provider: str
-    state: Literal["starting", "running", "ending", "asleep"]
+    state: Literal["starting", "running", "ending", "asleep", "stopped"]
     """`asleep`: it costs nothing until somebody asks something of it."""
     started_at: datetime
     detail: str

@@ -41,6 +41,7 @@ from sky.utils import cluster_utils
 PREFIX = "art-cloud-"
 """Of the names of our clusters at SkyPilot."""
 LAUNCHING = ("PENDING", "RUNNING")
+STATES = {sky.ClusterStatus.UP: "running", sky.ClusterStatus.STOPPED: "stopped"}
 POLL_SECONDS = 1.0
 WAITS = re.compile(r"art-server waits for its secrets at (/\S+)")
 LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
@@ -216,7 +217,7 @@ def described(record: Any) -> dict[str, Any]:
     detail = ", ".join(filter(None, (where, machine, nodes, f"sky status {record['name']}")))
     return {
         "name": record["name"].removeprefix(PREFIX),
-        "state": "running" if is_up(record) else "starting",
+        "state": STATES.get(record["status"], "starting"),
         "started_at": record["launched_at"],
         "detail": detail,
     }
