@@ -158,7 +158,8 @@ class Instance(Frozen):
     name: str
     provider: str
     state: Literal["starting", "running", "ending", "asleep", "stopped"]
-    """`asleep`: it costs nothing until somebody asks something of it."""
+    """`asleep`: it costs nothing until somebody asks something of it. `stopped`: its disk may cost,
+    and it has no server."""
     started_at: datetime
     detail: str
     """What a person would look for: a process id, a machine's address."""

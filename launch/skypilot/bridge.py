@@ -41,7 +41,12 @@ from sky.utils import cluster_utils
 PREFIX = "art-cloud-"
 """Of the names of our clusters at SkyPilot."""
 LAUNCHING = ("PENDING", "RUNNING")
-STATES = {sky.ClusterStatus.UP: "running", sky.ClusterStatus.STOPPED: "stopped"}
+STATES = {
+    sky.ClusterStatus.UP: "running",
+    sky.ClusterStatus.AUTOSTOPPING: "ending",
+    sky.ClusterStatus.STOPPED: "stopped",
+}
+"""Of clusters; those of others are "starting"."""
 POLL_SECONDS = 1.0
 WAITS = re.compile(r"art-server waits for its secrets at (/\S+)")
 LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
