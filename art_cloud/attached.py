@@ -25,9 +25,11 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 30.0
 """Far below the shortest lease or idle limit that makes sense."""
 LAST_WORDS_SECONDS = 5.0
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 90.0
 WAKING_SECONDS = 1200.0
 """How long a server that scales to zero may take to answer: a machine, weights, an engine."""
+LOGIN_SECONDS = 5.0
+"""A call that waits longer for its tunnel has its provider asked whether the machine exists."""
 CHECK_SECONDS = 3.0
 """How often it is asked whether a server that does not answer still exists."""
 
@@ -191,7 +193,8 @@ class AttachedBackend(Backend):
             self._server.url = endpoint.url
             return
         if self.tunnel is None:
-            self.tunnel = await open_tunnel(endpoint.ssh, port_of(endpoint))
+            wait = LOGIN_SECONDS if self._replace else None
+            self.tunnel = await open_tunnel(endpoint.ssh, port_of(endpoint), wait=wait)
         else:
             self.tunnel.retarget(endpoint.ssh, port_of(endpoint))
         self._server.url = self.tunnel.url

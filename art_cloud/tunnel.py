@@ -27,7 +27,6 @@ from .relay import FarEnd, NearEnd
 from .ssh_links import Link, LinkLostError, log_in
 
 WAIT_SECONDS = 30.0
-"""How long a new connection waits for a login."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries to log in
 WATCH_SECONDS = 1.0
 SLEPT_SECONDS = 10.0
@@ -36,8 +35,13 @@ SLEPT_SECONDS = 10.0
 TunnelState = Literal["connected", "reconnecting", "failed", "closed"]
 
 
-async def open_tunnel(route: SSHRoute, remote_port: int, *, local_port: int = 0) -> Tunnel:
+async def open_tunnel(
+    route: SSHRoute, remote_port: int, *, local_port: int = 0, wait: float | None = None
+) -> Tunnel:
     """Log in to the machine of `route` and listen at `local_port` (0: a free one) for its port.
+
+    Args:
+        wait: seconds for which a new connection waits while there is no login; None: 30.
 
     Raises:
         ServerUnavailableError: the machine does not answer.
@@ -56,7 +60,7 @@ async def open_tunnel(route: SSHRoute, remote_port: int, *, local_port: int = 0)
     except BaseException:
         listener.close()
         raise
-    tunnel = Tunnel(route, remote_port, link)
+    tunnel = Tunnel(route, remote_port, link, WAIT_SECONDS if wait is None else wait)
     await tunnel.listen(listener)
     return tunnel
 
@@ -88,12 +92,13 @@ class Tunnel:
     that went wrong.
     """
 
-    def __init__(self, route: SSHRoute, remote_port: int, link: Link) -> None:
+    def __init__(self, route: SSHRoute, remote_port: int, link: Link, wait: float) -> None:
         self.state: TunnelState = "connected"
         self.reconnects = 0
         self.last_error: ArtCloudError | None = None
         self._route = route
         self._remote_port = remote_port
+        self._wait = wait
         self._link: Link | None = link
         self._client = link.client
         self._settled = asyncio.Event()
@@ -209,7 +214,7 @@ class Tunnel:
         """Give the client its connection, or the reason why there is none."""
         far = FarEnd(near)
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
+            async with asyncio.timeout(self._wait):
                 await self._open(far)
         except ArtCloudError as error:
             near.refuse(self.host, error)
@@ -217,7 +222,7 @@ class Tunnel:
             near.refuse(
                 self.host,
                 ServerUnavailableError(
-                    f"No connection to {self.host} for {WAIT_SECONDS:g} s. {self.last_error or ''}"
+                    f"No connection to {self.host} for {self._wait:g} s. {self.last_error or ''}"
                 ),
             )
         except asyncio.CancelledError:

@@ -27,6 +27,7 @@ import pytest
 
 from .server_process import wait_until
 from .sshd import SSHD, make_key
+from .uv_settings import uv_settings
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(
@@ -264,8 +265,7 @@ class SlurmRig:
         return {
             "SLURM_CONF": f"{self.folder}/slurm.conf",
             "PATH": f"{self.folder}/bin:{SBIN}",
-            "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR", f"{Path.home()}/.cache/uv"),
-            **{key: value for key, value in os.environ.items() if key.startswith(("UV_", "SSL_"))},
+            **uv_settings(),
         }
 
     def _write_catalog(self) -> None:
@@ -290,11 +290,12 @@ class SlurmRig:
             f"""
             #!/bin/bash
             arguments=("$@")
+            theirs=
             for i in "${{!arguments[@]}}"; do
-              [ "${{arguments[$i]}}" != 3.10 ] || arguments[$i]={sys.executable}
+              [ "${{arguments[$i]}}" != 3.10 ] || {{ arguments[$i]={sys.executable}; theirs=1; }}
             done
             case "$*" in "pip uninstall skypilot"*|*/skypilot-*.whl*) exit;; esac
-            [ "$1" = venv ] || exec {uv} "${{arguments[@]}}"
+            [ "$1$theirs" = venv1 ] || exec {uv} "${{arguments[@]}}"
             {uv} "${{arguments[@]}}"
             for folder in "${{arguments[@]}}"; do
               [ ! -e "$folder/pyvenv.cfg" ] || echo {has} > "$folder/{packages}/here.pth"

@@ -25,7 +25,8 @@ from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(1200)]
-ASKED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
+WANTED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm"}
+ASKED = {**WANTED, "python": sys.executable}
 QUESTION: art.Messages = [{"role": "user", "content": "1"}]
 
 
@@ -53,7 +54,6 @@ async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
             await asyncio.sleep(0.2)
 
 
-@pytest.mark.long
 async def test_a_server_without_clients_ends_and_says_why(slurm: SlurmRig, tmp_path: Path) -> None:
     """Its two nodes are left alone from here on, for the last test to look at."""
     provider = get_provider("skypilot")
@@ -79,21 +79,23 @@ async def rollouts(model: art.TrainableModel[None]) -> art.TrajectoryGroup:
     )
 
 
-@pytest.mark.long
 async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     slurm: SlurmRig,
     moto: S3Server,
     tmp_path: Path,
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The user's own YAML is taken, and no secret is where others could read it."""
+    """On a machine without art-cloud. The user's own YAML is taken, no secret is where others could
+    read it, and the loss is found within a minute."""
     moto.use(monkeypatch)
+    monkeypatch.setenv("ART_PROGRESS", "1")
     task = tmp_path / "task.yaml"
     task.write_text(f"envs:\n  AWS_CA_BUNDLE: {moto.ca}\n")
     store = f"s3://{moto.make_bucket()}/art"
     model = art.TrainableModel(name="agent", project="tests", base_model=str(tiny_model))
-    async with art.up("skypilot", name="one", store=store, yaml=str(task), **ASKED) as backend:
+    async with art.up("skypilot", name="one", store=store, yaml=str(task), **WANTED) as backend:
         await model.register(backend)
         assert (await backend.train(model, [await rollouts(model)])).step == 1
 
@@ -112,7 +114,10 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
         assert slurm.files_with(token) == []
 
         slurm.preempt([machine])
-        group = await rollouts(model)  # a pause
+        capfd.readouterr()
+        pause = asyncio.create_task(rollouts(model))
+        await until(lambda: "one is gone: its machine was lost" in capfd.readouterr().err, 60)
+        group = await pause
         assert {sample.policy for one in group for sample in one.samples()} == {"tests/agent@1"}
         assert (await backend.train(model, [group])).step == 2
         assert slurm.jobs("one") != [machine]
@@ -195,7 +200,6 @@ async def test_without_its_server_nothing_is_said_of_what_runs(
         await get_provider("skypilot").list()
 
 
-@pytest.mark.long
 async def test_machines_go_by_themselves_when_their_server_has_ended(slurm: SlurmRig) -> None:
     """Those of the first test: autostop took them down, and SkyPilot knows."""
     await until(lambda: not slurm.jobs("alone"))

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from art_cloud.ssh_login import login
 from ..s3_servers import S3Server, moto_server
 from ..ssh_box import Box, empty_at_the_end, spec
 from ..sshd import needs_sshd
+from ..uv_settings import uv_settings
 
 pytestmark = needs_sshd
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ async def test_all_of_it_is_installed_in_an_empty_home(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ART_PROGRESS", "1")
-    with Box(tmp_path / "box", *uv_settings()) as box:
+    with Box(tmp_path / "box", *uv_variables()) as box:
         options = {key: value for key, value in box.asked.items() if key != "python"}
         record, _ = Registry().claim("one", spec(options, store=(tmp_path / "store").as_uri()))
         provider = get_provider("ssh")
@@ -172,23 +172,10 @@ async def test_all_of_it_is_installed_in_an_empty_home(
         assert box.processes() == []
 
 
-def uv_settings() -> list[str]:
-    """Those of this machine: where packages come from, and those that were fetched before."""
+def uv_variables() -> list[str]:
     programs = Path(sys.executable).parent
-    cache = subprocess.run(
-        [programs / "uv", "cache", "dir"], capture_output=True, text=True, check=True
-    )
-    links = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    settings = {"UV_CACHE_DIR": cache.stdout.strip(), "UV_FIND_LINKS": links.stdout.strip()}
-    settings["PATH"] = f"{programs}:{os.environ['PATH']}"  # where uv is
-    known = ("SSL_CERT_FILE", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "HTTPS_PROXY", "https_proxy")
-    settings |= {name: os.environ[name] for name in known if name in os.environ}
-    return [f"{name}={value}" for name, value in settings.items() if value]
+    settings = uv_settings() | {"PATH": f"{programs}:{os.environ['PATH']}"}  # where uv is
+    return [f"{name}={value}" for name, value in settings.items()]
 
 
 # ---------------------------------------------------------------- which box

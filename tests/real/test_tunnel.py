@@ -156,14 +156,13 @@ async def test_calls_wait_while_sshd_is_away(
     assert tunnel_of(backend).state == "connected"
 
 
-async def test_a_call_that_waited_in_vain_says_why(
-    sshd: Sshd, tunnel: Tunnel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tunnels, "WAIT_SECONDS", 0.5)
+async def test_a_call_that_waited_in_vain_says_why(sshd: Sshd, server: ServerProcess) -> None:
+    tunnel = await open_tunnel(route_to(sshd), server.port, wait=0.5)
     sshd.stop()
     await until(lambda: "refuses" in str(tunnel.last_error))
     with pytest.raises(ServerUnavailableError, match="gpu-box refuses ssh connections"):
         await ask(tunnel)
+    await tunnel.close()
 
 
 async def test_another_host_key_ends_the_tunnel(
