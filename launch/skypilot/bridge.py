@@ -199,7 +199,8 @@ def endpoint(name: str) -> dict[str, Any]:
 
 def ssh_of(name: str) -> dict[str, str]:
     """How to log in to the cluster's first machine."""
-    command._get_cluster_records_and_set_ssh_config([PREFIX + name])
+    if not command._get_cluster_records_and_set_ssh_config([PREFIX + name]):
+        raise gone(name)
     config = Path("~/.sky/generated/ssh").expanduser() / (PREFIX + name)
     text = re.sub(r"(?m)^(\s*IdentityFile )~", rf"\1{Path.home()}", config.read_text())
     return {"host": PREFIX + name, "config": text}
@@ -252,10 +253,14 @@ def logs(name: str, follow: bool) -> None:
         answer(log=line)
 
 
+def gone(name: str) -> exceptions.ClusterDoesNotExist:
+    return exceptions.ClusterDoesNotExist(f"{PREFIX + name} is not listed by: sky status")
+
+
 def lines_of_job(name: str, *, follow: bool) -> Iterator[str]:
     """What the server of the cluster wrote; with `follow` until it ends."""
     if not sdk.get(sdk.status([PREFIX + name])):
-        raise exceptions.ClusterDoesNotExist(f"{PREFIX + name} is not listed by: sky status")
+        raise gone(name)
     for chunk in sdk.tail_logs(PREFIX + name, None, follow=follow, preload_content=False):
         line = plain(chunk or "").rstrip("\n")
         if JOB.match(line):

@@ -96,7 +96,8 @@ def install(options: argparse.Namespace) -> dict[str, Any]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             uv = _uv()
-            _run(uv, "venv", "--quiet", "--clear", "--python", ">=3.11", str(folder))
+            shutil.rmtree(folder, ignore_errors=True)  # of an installation that was killed
+            _run(uv, "venv", "--quiet", "--python", ">=3.11", str(folder))
             # the build of torch that the driver can run
             backend = {"UV_TORCH_BACKEND": "auto"} if _gpus()["gpus"] else {}
             pins = ["--constraint", options.lock] if options.lock else []

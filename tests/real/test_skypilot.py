@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from art_cloud.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
 from art_cloud.registry import Registry
 from art_cloud.store import open_store
+from art_cloud.wheel import lock
 
 from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(1200)]
-WANTED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm"}
-ASKED = {**WANTED, "python": sys.executable}
+ASKED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
 QUESTION: art.Messages = [{"role": "user", "content": "1"}]
 
 
@@ -87,15 +88,15 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """On a machine without art-cloud. The user's own YAML is taken, no secret is where others could
-    read it, and the loss is found within a minute."""
+    """The user's own YAML is taken, no secret is where others could read it, and the loss is found
+    within a minute."""
     moto.use(monkeypatch)
     monkeypatch.setenv("ART_PROGRESS", "1")
     task = tmp_path / "task.yaml"
     task.write_text(f"envs:\n  AWS_CA_BUNDLE: {moto.ca}\n")
     store = f"s3://{moto.make_bucket()}/art"
     model = art.TrainableModel(name="agent", project="tests", base_model=str(tiny_model))
-    async with art.up("skypilot", name="one", store=store, yaml=str(task), **WANTED) as backend:
+    async with art.up("skypilot", name="one", store=store, yaml=str(task), **ASKED) as backend:
         await model.register(backend)
         assert (await backend.train(model, [await rollouts(model)])).step == 1
 
@@ -148,6 +149,23 @@ async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     await sweep.end([ghost])
     assert slurm.jobs("three") == []
     assert Registry().list() == []
+
+
+@pytest.mark.long
+async def test_art_cloud_is_installed_where_it_is_not(slurm: SlurmRig, tmp_path: Path) -> None:
+    """From a wheel of this checkout, with the packages that its lock names."""
+    provider = get_provider("skypilot")
+    options = {key: value for key, value in ASKED.items() if key != "python"}
+    asked = spec(store=(tmp_path / "store").as_uri(), token="0" * 32, options=options)
+    await provider.launch(asked, "new")
+    await provider.endpoint("new")
+    [server] = slurm.servers()
+    [python] = slurm.nodes.rglob("envs/*/bin/python")
+    assert server.cmdline()[0] == str(python)
+    [site] = python.parents[1].glob("lib/python*/site-packages")
+    [peft] = distributions(name="peft", path=[str(site)])
+    assert f"peft=={peft.version}" in lock("transformers").read_text().splitlines()
+    await provider.terminate("new")
 
 
 @pytest.mark.long
