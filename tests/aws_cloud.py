@@ -150,8 +150,9 @@ def run(*command: str) -> None:
 def main() -> None:
     folder, gateway, *shared = sys.argv[1:]
     refuse(Path(folder))
+    # of its own it takes another MAC address when a machine goes, and others lose it for a minute
+    run("ip", "link", "add", BRIDGE, "address", "02:00:00:00:00:01", "type", "bridge")
     # the second address is where a machine asks for its role: moto answers that too
-    run("ip", "link", "add", BRIDGE, "type", "bridge")
     for address in (gateway, "169.254.169.254/32"):
         run("ip", "address", "add", address, "dev", BRIDGE)
     for link in ("lo", BRIDGE):
