@@ -15,6 +15,7 @@ ends when the other side closes it. All of them end with the program that starte
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import json
@@ -84,19 +85,32 @@ def offers(task: dict[str, Any]) -> list[dict[str, Any]]:
     dag.add(made)
     feasible = sdk.optimize(dag)
     listed = [(wanted, listing(wanted)) for wanted in made.resources]
-    sdk.stream_and_get(feasible, output_stream=Lines())
     found: list[dict[str, Any]] = []
     reasons: list[ValueError] = []
-    for wanted, request in listed:
-        try:
-            found += offers_of(wanted, request, clouds)
-        except ValueError as error:  # a cloud that has none of these
-            reasons.append(error)
-    if reasons and not found:
-        raise reasons[0]
+    try:
+        sdk.stream_and_get(feasible, output_stream=Lines())
+        for wanted, request in listed:
+            try:
+                found += offers_of(wanted, request, clouds)
+            except ValueError as error:  # a cloud that has none of these
+                reasons.append(error)
+        if reasons and not found:
+            raise reasons[0]
+    except (exceptions.ResourcesUnavailableError, ValueError) as error:
+        raise type(error)("\n".join([str(error), *unknown_gpus(made, clouds)])) from error
     for offer in found:
         offer["price_per_hour"] *= made.num_nodes
     return sorted(found, key=lambda offer: float(offer["price_per_hour"]))
+
+
+def unknown_gpus(made: sky.Task, clouds: list[str]) -> Iterator[str]:
+    """Says what the catalogs have in place of those that they have not."""
+    enabled = [cloud.lower() for cloud in clouds]
+    names = sorted(sdk.get(sdk.list_accelerators(require_price=False, clouds=enabled)))
+    for gpu in sorted({gpu for wanted in made.resources for gpu in wanted.accelerators or ()}):
+        if gpu not in names:
+            near = difflib.get_close_matches(gpu, names, n=5, cutoff=0.4)
+            yield f"No GPU is called {gpu} there. Near names: {', '.join(near or names)}."
 
 
 def listing(wanted: sky.Resources) -> Any:

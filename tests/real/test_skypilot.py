@@ -193,7 +193,7 @@ async def test_offers_are_what_can_be_taken() -> None:
     ("changes", "message"),
     [
         ({"gpu": None}, "needs a gpu"),
-        ({"gpu": "H10"}, "No matching GPU.*H10"),
+        ({"gpu": "H10"}, "(?s)No matching GPU.*H10.*Near names: H100"),
         ({"yaml": "no-such.yaml"}, "no-such.yaml"),
         ({"cloud": "aws"}, "(?i)aws"),
     ],
