@@ -203,7 +203,8 @@ async def test_a_machine_goes_by_itself_when_its_server_has_ended(aws: AwsRig, s
     log = [line async for line in provider.logs("alone", follow=False)]
     assert any("lease" in line for line in log)
     await until(lambda: aws.instances() == [])
-    assert await provider.list() == []
+    while await provider.list():  # SkyPilot may remember it until its last look at it gives up
+        pass
 
 
 def connects(address: str, port: int) -> bool:
