@@ -221,7 +221,8 @@ def ssh_of(name: str) -> dict[str, str]:
 
 
 def list_(name: str | None = None) -> list[dict[str, Any]]:
-    """Our clusters, as their clouds tell, not as SkyPilot remembers."""
+    """Our clusters, as their clouds tell, not as SkyPilot remembers; but for one that SkyPilot has
+    been at work on for 20 s (sky/backends/backend_utils.py, refresh_cluster_record)."""
     names = [PREFIX + name] if name else None
     records = sdk.get(sdk.status(names, refresh=sky.StatusRefreshMode.FORCE))
     return [described(one) for one in records if one["name"].startswith(PREFIX)]

@@ -139,9 +139,9 @@ LIVE = "ART_MODAL_LIVE" in os.environ
 """`make test-modal-live`: on an account, instead of the plane."""
 
 
-def clouds(*on_skypilot: pytest.MarkDecorator) -> list[Any]:
-    marks = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(600)]
-    skypilot = pytest.param("skypilot", marks=[*marks, *on_skypilot])
+def clouds() -> list[Any]:
+    marks = [needs_slurm, pytest.mark.long, pytest.mark.timeout(600)]
+    skypilot = pytest.param("skypilot", marks=[*marks, pytest.mark.xdist_group("skypilot")])
     everywhere = ["local", pytest.param("ssh", marks=needs_sshd), skypilot, "modal"]
     return ["account"] if LIVE else everywhere
 
@@ -231,7 +231,6 @@ async def test_a_server_that_can_not_start_says_why(cloud: Cloud) -> None:
     assert await cloud.provider.list() == []
 
 
-@pytest.mark.parametrize("cloud", clouds(pytest.mark.long), indirect=True)
 async def test_a_lost_machine_is_not_listed_and_can_be_replaced(cloud: Cloud) -> None:
     for name in ("one", "two"):
         await cloud.provider.launch(cloud.record(name), name)
