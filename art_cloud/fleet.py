@@ -111,10 +111,7 @@ async def server_info(record: ClusterRecord) -> ServerInfo:
 
 async def address(name: str) -> dict[str, str]:
     """The `name`, `url`, `host`, `token` and `store` of a recorded cluster that runs."""
-    record = Registry().get(name)
-    if record is None:
-        raise unknown(name)
-    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    record, endpoint = await _find(name)
     return {
         "name": name,
         "url": endpoint.url,
@@ -122,6 +119,13 @@ async def address(name: str) -> dict[str, str]:
         "token": record.spec.token.get_secret_value(),
         "store": record.spec.store,
     }
+
+
+async def _find(name: str) -> tuple[ClusterRecord, Endpoint]:
+    record = Registry().get(name)
+    if record is None:
+        raise unknown(name)
+    return record, await get_provider(record.spec.provider).endpoint(name)
 
 
 def _host(endpoint: Endpoint, provider: str) -> str:
@@ -133,10 +137,7 @@ def _host(endpoint: Endpoint, provider: str) -> str:
 @asynccontextmanager
 async def connection(name: str) -> AsyncIterator[ServerClient]:
     """Single calls to the server of a recorded cluster that runs."""
-    record = Registry().get(name)
-    if record is None:
-        raise unknown(name)
-    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    record, endpoint = await _find(name)
     async with reached(endpoint) as url:
         token = record.spec.token.get_secret_value()
         server = ServerClient(url, token, patience=0, headers=endpoint.plain_headers)
@@ -153,10 +154,7 @@ async def tunnel(name: str, port: int) -> Tunnel:
         ConfigError: the server is on this machine, or the port is taken.
         NotFoundError: there is nothing of that name.
     """
-    record = Registry().get(name)
-    if record is None:
-        raise unknown(name)
-    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    _, endpoint = await _find(name)
     if endpoint.ssh is None:
         raise ConfigError(f"{name} takes no tunnel: it is at {endpoint.url}")
     return await open_tunnel(endpoint.ssh, port_of(endpoint), local_port=port)
@@ -169,10 +167,7 @@ async def ssh_command(name: str) -> list[str]:
         ConfigError: there is no such login.
         NotFoundError: there is nothing of that name.
     """
-    record = Registry().get(name)
-    if record is None:
-        raise unknown(name)
-    endpoint = await get_provider(record.spec.provider).endpoint(name)
+    record, endpoint = await _find(name)
     if endpoint.ssh is None:
         raise ConfigError(
             f"{name} has no ssh: its server is at {endpoint.url} of "
