@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .errors import ArtCloudError
@@ -20,7 +21,9 @@ LINGER_SECONDS = 30.0
 class End(asyncio.Protocol):
     """One end of a relayed connection: what comes in here goes out at the `other`.
 
-    It serves as the protocol of an asyncio transport and as the session of an asyncssh channel.
+    It serves as the protocol of an asyncio transport and as the session of an asyncssh channel,
+    whose errors asyncssh answers by ending the login with all its channels: a socket that is gone
+    before asyncio knows it must not raise here.
     """
 
     other: Any
@@ -40,7 +43,8 @@ class End(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self.ended = True
-        self.other.transport.write_eof()
+        with suppress(OSError):
+            self.other.transport.write_eof()
         return not self.other.ended
 
     def pause_writing(self) -> None:
@@ -92,7 +96,8 @@ class NearEnd(End):
         """End it so that what came over it is not taken for all that there was to come."""
         if not self.gone:
             client = self.transport.get_extra_info("socket")
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
 
     def refuse(self, host: str, error: ArtCloudError) -> None:
@@ -106,7 +111,8 @@ class NearEnd(End):
         )
         self.transport.set_protocol(_Refused())
         self.transport.write(head.encode() + body)
-        self.transport.write_eof()
+        with suppress(OSError):
+            self.transport.write_eof()
         self.transport.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_SECONDS, self.transport.abort)
 

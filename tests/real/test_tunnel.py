@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -137,6 +138,34 @@ async def test_64_streams_at_once(backend: art.Backend, model: art.TrainableMode
     ends = await asyncio.gather(*(last(stream(model, 8)) for _ in range(64)))
     assert ends == ["length"] * 64
     assert tunnel_of(backend).reconnects == 0
+
+
+async def test_a_client_that_is_gone_when_its_answer_ends_cuts_no_other(sshd: Sshd) -> None:
+    arrived: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    server = await asyncio.start_server(lambda *ends: arrived.put_nowait(ends), "127.0.0.1", 0)
+    tunnel = await open_tunnel(route_to(sshd), server.sockets[0].getsockname()[1])
+
+    async def connect() -> tuple[asyncio.StreamWriter, Any, asyncio.StreamWriter]:
+        _, client = await asyncio.open_connection("127.0.0.1", tunnel.port)
+        return client, *await arrived.get()
+
+    gone, _, answer = await connect()
+    other, question, _ = await connect()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            while True:  # until the tunnel reads no more of it, so that it can't see it go
+                gone.write(bytes(2**20))
+                await gone.drain()
+    linger = struct.pack("ii", 1, 0)  # a reset, not an end
+    gone.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    gone.transport.abort()
+    answer.write_eof()
+    await asyncio.sleep(0.2)
+    other.write(b"?")
+    assert await question.read(1) == b"?"
+    assert tunnel.reconnects == 0
+    await tunnel.close()
+    server.close()
 
 
 async def test_calls_wait_while_sshd_is_away(
