@@ -140,6 +140,12 @@ async def test_64_streams_at_once(backend: art.Backend, model: art.TrainableMode
     assert tunnel_of(backend).reconnects == 0
 
 
+async def write_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(bytes(2**20))
+        await writer.drain()
+
+
 async def test_a_client_that_is_gone_when_its_answer_ends_cuts_no_other(sshd: Sshd) -> None:
     arrived: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     server = await asyncio.start_server(lambda *ends: arrived.put_nowait(ends), "127.0.0.1", 0)
@@ -151,11 +157,8 @@ async def test_a_client_that_is_gone_when_its_answer_ends_cuts_no_other(sshd: Ss
 
     gone, _, answer = await connect()
     other, question, _ = await connect()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1):
-            while True:  # until the tunnel reads no more of it, so that it can't see it go
-                gone.write(bytes(2**20))
-                await gone.drain()
+    with pytest.raises(TimeoutError):  # the tunnel reads no more of it, and can't see it go
+        await asyncio.wait_for(write_for_ever(gone), timeout=1)
     linger = struct.pack("ii", 1, 0)  # a reset, not an end
     gone.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     gone.transport.abort()
