@@ -150,7 +150,11 @@ def test_a_key_does_not_lead_out(store: Store, key: str) -> None:
             call()
 
 
-@pytest.mark.parametrize("content", [b"", b"weights", bytes(range(256)) * 130_000])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"weights", bytes(range(256)) * 130_000],
+    ids=["nothing", "few bytes", "33 MB"],  # else they are their own names, in each report
+)
 def test_content_comes_back_under_its_hash(store: Store, tmp_path: Path, content: bytes) -> None:
     moved: list[int] = []
     source = tmp_path / "source"
