@@ -36,6 +36,8 @@ PYTHON = "ART_SKYPILOT_PYTHON"
 LINE_BYTES = 2**24
 """No answer is longer than this."""
 
+Answers = AsyncGenerator[dict[str, Any], None]
+
 MEANING: dict[str, tuple[type[ArtCloudError], str]] = {
     "NoCloudAccessError": (
         ConfigError,
@@ -66,25 +68,25 @@ async def call(
     name: str, /, *, on_log: Callable[[str], None] | None = None, **arguments: Any
 ) -> Any:
     """What the function `name` of the bridge returns; raises what its exception means here."""
-    async with aclosing(_messages(name, arguments)) as messages:
+    async with aclosing(answers(name, **arguments)) as messages:
         async for message in messages:
-            if "log" not in message:
+            if "result" in message:
                 return message["result"]
-            if on_log is not None:
+            if on_log is not None and "log" in message:
                 on_log(message["log"])
-    raise AssertionError("the messages end with a result")
+    raise AssertionError("the answers end with a result")
 
 
 async def lines(name: str, /, **arguments: Any) -> AsyncIterator[str]:
     """What the function `name` of the bridge says while it goes on."""
-    async with aclosing(_messages(name, arguments)) as messages:
+    async with aclosing(answers(name, **arguments)) as messages:
         async for message in messages:
             if "log" in message:
                 yield message["log"]
 
 
-async def _messages(name: str, arguments: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-    """The lines that the bridge answers; the last one has the result."""
+async def answers(name: str, /, **arguments: Any) -> Answers:
+    """What the function `name` of the bridge answers, to the last, which has the result."""
     bridge = Bridge.of(find_python())
     reader, writer = await asyncio.open_connection(sock=bridge.connect(), limit=LINE_BYTES)
     try:

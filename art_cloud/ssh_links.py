@@ -13,6 +13,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -36,6 +38,11 @@ FAST_CIPHERS = "^aes128-gcm@openssh.com,aes256-gcm@openssh.com"
 """Processors have instructions for them, as they have not for chacha20, ssh's first choice."""
 CLOSED = "SSH connection closed"
 """What asyncssh says of a channel whose login ended."""
+
+
+Connected = tuple["asyncssh.SSHClientConnection", "asyncio.Future[Exception | None]"]
+"""A login, and what is told why it ended."""
+_early: dict[SSHRoute, asyncio.Task[Connected]] = {}
 
 
 class LinkLostError(Exception):
@@ -93,6 +100,29 @@ async def log_in(route: SSHRoute, port: int, *, with_ssh: bool | None = None) ->
         return link
 
 
+def log_in_early(route: SSHRoute) -> None:
+    """Begin the login that the next `log_in` there takes, or `forget_login` ends."""
+    if find_spec("asyncssh"):
+        task = _early[route] = asyncio.create_task(_connected(route))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # as if asked
+
+
+def forget_login(route: SSHRoute) -> None:
+    early = _early.pop(route, None)
+    if early is not None and not early.cancel() and not (early.cancelled() or early.exception()):
+        early.result()[0].abort()
+
+
+async def _early_login(route: SSHRoute) -> Connected | None:
+    early = _early.pop(route, None)
+    if early is not None and early.get_loop() is asyncio.get_running_loop():
+        with suppress(Exception):  # what is wrong shows at the next login
+            connected = await early
+            if not connected[1].done():
+                return connected
+    return None
+
+
 async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
     try:
         import asyncssh
@@ -102,9 +132,7 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
         ) from error
     try:
         async with asyncio.timeout(LOGIN_SECONDS):
-            ended = asyncio.get_running_loop().create_future()
-            connection = await _connect(route, ended)
-            return _Login(route, port, connection, ended)
+            return _Login(route, port, *(await _early_login(route) or await _connected(route)))
     except asyncssh.PermissionDenied as error:
         raise ProviderError(
             f"{route.host} does not let this user in: {error.reason}. See whether "
@@ -130,6 +158,11 @@ async def _log_in_with_asyncssh(route: SSHRoute, port: int) -> Link:
         raise ProviderError(f"ssh to {route.host} does not work: {error}.") from error
     except (ValueError, ImportError) as error:  # asyncssh's for values and modules it lacks
         raise ConfigError(f"The ssh configuration of {route.host}: {error}.") from error
+
+
+async def _connected(route: SSHRoute) -> Connected:
+    ended = asyncio.get_running_loop().create_future()
+    return await _connect(route, ended), ended
 
 
 async def _connect(

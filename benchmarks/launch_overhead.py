@@ -24,7 +24,8 @@ from harness import report
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.slurm_rig import SlurmRig, free_ports  # noqa: E402
+from tests.rig import free_ports  # noqa: E402
+from tests.slurm_rig import SlurmRig  # noqa: E402
 
 ROUNDS = 3
 POLL_SECONDS = 0.05

@@ -16,22 +16,16 @@ import json
 import os
 import random
 import secrets
-import shutil
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from ipaddress import IPv4Network
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
 import boto3
-import psutil
 import pytest
 
-from .server_process import wait_until
-from .slurm_rig import SBIN, free_ports, write
+from .rig import SBIN, Rig, missing, write
 from .sshd import SSHD
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +33,6 @@ PYTHON = Path(
     os.environ.get("ART_TEST_SKYPILOT_AWS_PYTHON", ROOT / ".venv-skypilot-aws" / "bin" / "python")
 )
 TOOLS = ("ip", "nsenter", "rsync", "nc", "unshare", "setpriv")
-START_SECONDS = 300.0
 ZONES = ("us-east-1a", "us-east-1b", "us-west-2a", "us-west-2b")
 PRICES = {"us-east-1": (1.0, 0.3), "us-west-2": (1.2, 0.5)}
 """US dollars an hour of a machine in each region: on demand, spot."""
@@ -49,25 +42,18 @@ NAME = "skypilot-cluster-name"
 """The tag with the name of an instance's cluster."""
 KEYS = {"aws_access_key_id": "AKIAMOTO", "aws_secret_access_key": "moto-secret"}
 
-missing = [tool for tool in TOOLS if shutil.which(tool, path=SBIN) is None]
 needs_aws_rig = pytest.mark.skipif(
-    bool(missing) or SSHD is None or os.geteuid() != 0 or not PYTHON.exists(),
+    bool(missing(*TOOLS)) or SSHD is None or os.geteuid() != 0 or not PYTHON.exists(),
     reason="SkyPilot on AWS takes root, make .venv-skypilot-aws, and iproute2 rsync "
     "netcat-openbsd openssh-server",
 )
 
 
-class AwsRig:
+class AwsRig(Rig):
     """An AWS account with two regions of two zones that SkyPilot knows, while the block runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.home = folder / "home"
-        """Of whoever uses SkyPilot."""
-        self.log = folder / "rig.log"
-        self.python = str(PYTHON)
-        self._init: subprocess.Popen[bytes] | None = None
-        [self.port] = free_ports(1)
+        super().__init__(folder, PYTHON)
         # 198.18.0.0/15 is for measurements, so nothing else is there
         self.network = random.choice(list(IPv4Network("198.18.0.0/15").subnets(new_prefix=24)))
         self._cloud, self._here = (f"{self.network[number]}/24" for number in (1, 2))
@@ -85,57 +71,22 @@ class AwsRig:
     @property
     def environment(self) -> dict[str, str]:
         """For whoever uses SkyPilot or this AWS here."""
-        return {
-            "HOME": str(self.home),
-            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
-            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-            "ART_SKYPILOT_PYTHON": self.python,
-            "NO_PROXY": f"{os.environ.get('NO_PROXY', '')},{self.network}",
-        }
+        direct = f"{os.environ.get('NO_PROXY', '')},{self.network}"
+        return {**super().environment, "NO_PROXY": direct}
 
     def __enter__(self) -> AwsRig:
         self._write()
         self.refuse_nothing()
-        with self.log.open("wb") as log:
-            self._init = subprocess.Popen(
-                [
-                    *("setpriv", "--pdeathsig", "KILL"),
-                    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
-                    *("bash", str(self.folder / "init.sh")),
-                ],
-                env={
-                    **{key: it for key, it in os.environ.items() if not key.startswith("AWS_")},
-                    **self.environment,
-                    "PATH": f"{PYTHON.parent}:{SBIN}",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        ours = {key: it for key, it in os.environ.items() if not key.startswith("AWS_")}
+        self._start({**ours, **self.environment, "PATH": f"{PYTHON.parent}:{SBIN}"}, "up")
         try:
-            wait_until(lambda: self._is("up"), START_SECONDS)
             self._write_catalog(self._make_account())
-            (self.folder / "made").touch()
-            wait_until(lambda: self._is("ready"), START_SECONDS)
         except BaseException:
-            print(self.log.read_text())
             self.__exit__()
             raise
+        (self.folder / "made").touch()
+        self._wait("ready")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._init is not None
-        ended = self._init.poll() is not None
-        inside = [] if ended else psutil.Process(self._init.pid).children(recursive=True)
-        for process in inside[:1]:  # PID 1 of the namespace: the others go with it
-            process.send_signal(signal.SIGKILL)
-        self._init.wait()
-        psutil.wait_procs(inside, timeout=10)
-
-    def _is(self, state: str) -> bool:
-        assert self._init is not None
-        assert self._init.poll() is None, self.log.read_text()
-        return (self.folder / state).exists()
 
     def refuse(self, code: str, *zones: str, market: str | None = None) -> None:
         """EC2 starts nothing more in these zones (of this market), and says so with this code."""
@@ -201,16 +152,6 @@ class AwsRig:
         elsewhere = [rule for rule in rules if rule["IpRanges"] or rule["Ipv6Ranges"]]
         return {rule.get("FromPort") for rule in elsewhere}
 
-    def servers(self) -> list[psutil.Process]:
-        """Those of clusters."""
-        assert self._init is not None
-        found = []
-        for process in psutil.Process(self._init.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # a zombie is none any more
-                if "art_server" in process.cmdline():
-                    found.append(process)
-        return found
-
     def _write(self) -> None:
         at = self.folder
         write(
@@ -225,8 +166,7 @@ class AwsRig:
             endpoint_url = {self.endpoint}
             """,
         )
-        # part of names in /tmp, which rigs share
-        write(self.home / ".sky" / "user_hash", secrets.token_hex(4))
+        self._write_user()
         write(
             self.home / ".sky" / "config.yaml",
             """

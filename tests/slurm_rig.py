@@ -1,30 +1,24 @@
 """The real SkyPilot with a real Slurm of three nodes, each with a made-up GPU, on this machine.
 
-    with SlurmRig(tmp_path) as rig:
-        subprocess.run([rig.python, "-m", "sky.cli", "status"], env=os.environ | rig.environment)
-
-Daemons, jobs and SkyPilot's API server run in namespaces of their own: of processes, so that all of
-them end with the rig, and of mounts, so that the users and hosts they see are not this machine's.
+with SlurmRig(tmp_path) as rig:
+    subprocess.run([rig.python, "-m", "sky.cli", "status"], env=os.environ | rig.environment)
 """
 
 from __future__ import annotations
 
 import csv
 import os
-import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
-from textwrap import dedent
 
-import psutil
 import pytest
 
+from .rig import SBIN, Rig, free_ports, missing, write
 from .server_process import wait_until
 from .sshd import SSHD, make_key
 from .uv_settings import uv_settings
@@ -34,81 +28,32 @@ PYTHON = Path(
     os.environ.get("ART_TEST_SKYPILOT_PYTHON", ROOT / ".venv-skypilot" / "bin" / "python")
 )
 TOOLS = ("slurmctld", "slurmd", "sbatch", "rsync", "nc", "unshare", "setpriv")
-SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-START_SECONDS = 300.0
 NODES = ("n1", "n2", "n3")
 
-missing = [tool for tool in TOOLS if shutil.which(tool, path=SBIN) is None]
 needs_slurm = pytest.mark.skipif(
-    bool(missing) or SSHD is None or os.geteuid() != 0 or not PYTHON.exists(),
+    bool(missing(*TOOLS)) or SSHD is None or os.geteuid() != 0 or not PYTHON.exists(),
     reason="SkyPilot on Slurm takes root, make .venv-skypilot, and slurmctld slurmd slurm-client "
     "rsync netcat-openbsd openssh-server",
 )
 
 
-class SlurmRig:
+class SlurmRig(Rig):
     """A Slurm cluster `artci` that SkyPilot knows, while the `with` block runs."""
 
     cluster = "artci"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.home = folder / "home"
-        """Of whoever uses SkyPilot."""
+        super().__init__(folder, PYTHON)
         self.nodes = folder / "nodes"
         """Home of the user on the nodes."""
-        self.log = folder / "rig.log"
-        self.python = str(PYTHON)
-        self._init: subprocess.Popen[bytes] | None = None
         for name in ("home/.slurm", "home/.ssh", "nodes/.ssh", "bin", "spool", "run", "log"):
             (folder / name).mkdir(parents=True, mode=0o700)
-        self.port, self._controller, self._login, *self._nodes = free_ports(3 + len(NODES))
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """For whoever uses SkyPilot here."""
-        return {
-            "HOME": str(self.home),
-            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self.port),
-            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-            "ART_SKYPILOT_PYTHON": self.python,
-        }
+        self._controller, self._login, *self._nodes = free_ports(2 + len(NODES))
 
     def __enter__(self) -> SlurmRig:
         self._write()
-        with self.log.open("wb") as log:
-            self._init = subprocess.Popen(
-                [
-                    *("setpriv", "--pdeathsig", "KILL"),
-                    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
-                    *("bash", str(self.folder / "init.sh")),
-                ],
-                env={**os.environ, **self.environment, "PATH": SBIN},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            wait_until(self._ready, START_SECONDS)
-        except BaseException:
-            print(self.log.read_text())
-            self.__exit__()
-            raise
+        self._start({**os.environ, **self.environment, "PATH": SBIN}, "ready")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._init is not None
-        ended = self._init.poll() is not None
-        inside = [] if ended else psutil.Process(self._init.pid).children(recursive=True)
-        for process in inside[:1]:  # PID 1 of the namespace: the others go with it
-            process.send_signal(signal.SIGKILL)
-        self._init.wait()
-        psutil.wait_procs(inside, timeout=10)
-
-    def _ready(self) -> bool:
-        assert self._init is not None
-        assert self._init.poll() is None, self.log.read_text()
-        return (self.folder / "ready").exists()
 
     def jobs(self, cluster: str = "") -> list[str]:
         """The ids of Slurm's jobs, each of them the machines of a cluster."""
@@ -126,25 +71,10 @@ class SlurmRig:
         environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}
         return subprocess.check_output(command, env=environment, text=True)
 
-    def servers(self) -> list[psutil.Process]:
-        """Those of clusters."""
-        assert self._init is not None
-        found = []
-        for process in psutil.Process(self._init.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # a zombie is none any more
-                if "art_server" in process.cmdline():
-                    found.append(process)
-        return found
-
     def programs_with(self, secret: str) -> list[str]:
         """Those of the nodes and of SkyPilot that have it in their arguments."""
-        assert self._init is not None
-        found = []
-        for process in psutil.Process(self._init.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if secret in " ".join(process.cmdline()):
-                    found.append(process.name())
-        return found
+        found = self._running(lambda arguments: secret in " ".join(arguments))
+        return [str(process.cmdline()) for process in found]
 
     def files_with(self, secret: str) -> list[Path]:
         """Those of the nodes, of SkyPilot and of its user that have it in them."""
@@ -235,8 +165,7 @@ class SlurmRig:
         )
         self._write_catalog()
         self._write_tools()
-        # part of names in /tmp, which rigs share
-        write(self.home / ".sky" / "user_hash", secrets.token_hex(4))
+        self._write_user()
         write(at / "hosts", f"127.0.0.1 localhost {host} {' '.join(NODES)}\n")
         users = Path("/etc/passwd").read_text()
         write(at / "passwd", f"skynode:x:0:0::{self.nodes}:/bin/bash\n{users}")
@@ -319,15 +248,3 @@ class SlurmRig:
         )
         for tool in ("uv", "curl", "sleep"):
             (self.folder / "bin" / tool).chmod(0o755)
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
-def write(path: Path, text: str) -> None:
-    path.write_text(dedent(text).lstrip("\n"))

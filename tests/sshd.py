@@ -136,18 +136,24 @@ class Sshd:
     def stop(self) -> None:
         """End sshd and all of its sessions, as a reboot would."""
         if self._process is not None and self._process.poll() is None:
-            sessions = self._sessions()
+            sessions = self.sessions
             self._process.kill()
             self._process.wait()
             kill(sessions)
 
     def kill_sessions(self) -> int:
         """Kill every session; the listener stays. Returns how many processes that were."""
-        sessions = self._sessions()
+        sessions = self.sessions
         kill(sessions)
         return len(sessions)
 
-    def _sessions(self) -> list[psutil.Process]:
+    @property
+    def logins(self) -> int:
+        """How many there were since it was started."""
+        return self.log.read_text().count("Accepted publickey")
+
+    @property
+    def sessions(self) -> list[psutil.Process]:
         assert self._process is not None
         children = psutil.Process(self._process.pid).children(recursive=True)
         return [child for child in children if is_sshd(child)]

@@ -13,7 +13,7 @@ import fcntl
 import shlex
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ..http import complaint
 from ..progress import enabled, say
 from ..registry import home
-from ..skypilot_bridge import LAUNCH, call, lines
+from ..skypilot_bridge import LAUNCH, Answers, answers, call, lines
+from ..ssh_links import forget_login, log_in_early
 from ..wheel import extras, lock, source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
@@ -86,6 +87,10 @@ class Options(Frozen):
 
 
 class SkyPilotProvider:
+    def __init__(self) -> None:
+        self._following: dict[str, Answers] = {}
+        """What the servers say that were launched here, after they had their secrets."""
+
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
         """What SkyPilot's catalog has of it on the clouds that are enabled.
 
@@ -110,7 +115,11 @@ class SkyPilotProvider:
                 ssh = await call("launch", name=name, task=task, on_log=on_log)
                 if ssh is not None:
                     _forget(folder, KNOWN_HOSTS, LOG)
-                    await _hand_over(name, _route(folder, **ssh), spec.server_environment())
+                    route = _route(folder, **ssh)
+                    following = answers("follow", name=name)
+                    if await _hand_over(route, following, spec.server_environment()):
+                        self._following[name] = following
+                        log_in_early(route)
             except ProviderError:
                 await self.terminate(name)
                 raise
@@ -121,13 +130,15 @@ class SkyPilotProvider:
             return Endpoint.model_validate_json((folder / ENDPOINT).read_text())
         except FileNotFoundError:
             pass
+        following = self._following.pop(name, None) or answers("follow", name=name)
         try:
-            found = await call("endpoint", name=name)
+            async with aclosing(following):
+                found = await anext(said["result"] async for said in following if "result" in said)
         except NotFoundError as error:
             raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
         if "ended" in found:
             raise LaunchError(_last_words(name, found["ended"]))
-        route = _route(folder, **found["ssh"])
+        route = _known_route(folder, name)
         if not (folder / KNOWN_HOSTS).exists():
             await _run(route, "true")
         endpoint = Endpoint(url=found["url"], ssh=route)
@@ -231,9 +242,9 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     return {"envs": envs, "mounts": mounts}
 
 
-async def _hand_over(name: str, route: SSHRoute, secrets: dict[str, str]) -> None:
+async def _hand_over(route: SSHRoute, following: Answers, secrets: dict[str, str]) -> bool:
     """What the server must know and SkyPilot must not: it writes secrets of a task to disks, and
-    gives them to programs as arguments.
+    gives them to programs as arguments. False: the server has them already, or has ended.
 
     The login is made while the server is on its way. A set-up may last longer than a login.
     """
@@ -242,15 +253,16 @@ async def _hand_over(name: str, route: SSHRoute, secrets: dict[str, str]) -> Non
     command = f"sh -c {shlex.quote(take)}"
     exports = (f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
     async with _login(route, command) as early:
-        pipe = await call("pipe", name=name)
-        if pipe is None:
-            return
-        said = f"{pipe}\n{''.join(exports)}"
+        asked = await anext(following)
+        if "waits" not in asked:
+            return False
+        said = f"{asked['waits']}\n{''.join(exports)}"
         if early.returncode is None:
             await _say(route, early, said)
-            return
+            return True
     async with _login(route, command) as late:
         await _say(route, late, said)
+    return True
 
 
 def _route(folder: Path, host: str, config: str) -> SSHRoute:
@@ -265,9 +277,12 @@ def _route(folder: Path, host: str, config: str) -> SSHRoute:
         f"  UserKnownHostsFile {folder / KNOWN_HOSTS}\n"
         "  StrictHostKeyChecking accept-new\n\n"
     )
-    path = folder / CONFIG
-    path.write_text(own + config)
-    return SSHRoute(host=host, config=str(path))
+    (folder / CONFIG).write_text(own + config)
+    return _known_route(folder, folder.name)
+
+
+def _known_route(folder: Path, name: str) -> SSHRoute:
+    return SSHRoute(host=f"art-cloud-{name}", config=str(folder / CONFIG))
 
 
 async def _run(route: SSHRoute, command: str) -> None:
@@ -319,7 +334,8 @@ async def _end_server(folder: Path, name: str) -> None:
     """In good order, if its machine can be reached."""
     if not (folder / KNOWN_HOSTS).exists():
         return
-    route = SSHRoute(host=f"art-cloud-{name}", config=str(folder / CONFIG))
+    route = _known_route(folder, name)
+    forget_login(route)
     server = f"'[-]m art_server --name {name} '"  # not the pattern itself
     stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
     with suppress(ProviderError, TimeoutError):

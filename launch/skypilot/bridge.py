@@ -5,8 +5,8 @@
 
 The request is a JSON object on standard input, so that secrets stand neither in arguments nor on
 disk: `call` names a function below, the rest are its arguments. Each line of standard output is a
-JSON object: {"log": ...} while it goes on, and at the end {"result": ...}, or {"error": ...,
-"message": ...} with the name of SkyPilot's exception.
+JSON object: {"log": ...} while it goes on (`follow`: {"waits": ...}), and at the end {"result":
+...}, or {"error": ..., "message": ...} with the name of SkyPilot's exception.
 
 To import SkyPilot takes seconds, so art-cloud does it once: standard input of `bridge.py serve` is
 a socket that hands over other sockets. On each a request comes and is answered, by a process that
@@ -177,14 +177,17 @@ def launch(name: str, task: dict[str, Any]) -> dict[str, str] | None:
     return ssh_of(name)
 
 
-def pipe(name: str) -> str | None:
-    """Waits until the server asks for its secrets, and says where. None: it has them, or ended."""
+def follow(name: str) -> dict[str, Any]:
+    """Says where the server of the cluster waits for its secrets, if it does; returns once it
+    listens, or has ended."""
+    said: list[str] = []
     for line in lines_of_job(name, follow=True):
+        said.append(line)
         if found := WAITS.search(line):
-            return found[1]
-        if LISTENS.search(line):
-            break
-    return None
+            answer(waits=found[1])
+        if found := LISTENS.search(line):
+            return {"url": found[1]}
+    return {"ended": said[-LOG_LINES:]}
 
 
 def has_server(name: str) -> bool:
@@ -198,17 +201,6 @@ def has_server(name: str) -> bool:
     if jobs:  # autostop will take the machine down
         terminate(name)
     return False
-
-
-def endpoint(name: str) -> dict[str, Any]:
-    """Waits until the server of the cluster listens, or has ended."""
-    said: list[str] = []
-    ssh = ssh_of(name)
-    for line in lines_of_job(name, follow=True):
-        said.append(line)
-        if found := LISTENS.search(line):
-            return {"url": found[1], "ssh": ssh}
-    return {"ended": said[-LOG_LINES:]}
 
 
 def ssh_of(name: str) -> dict[str, str]:
@@ -357,8 +349,8 @@ def plain(text: str) -> str:
 CALLS: dict[str, Callable[..., Any]] = {
     "offers": offers,
     "launch": launch,
-    "pipe": pipe,
-    "endpoint": endpoint,
+    "follow": follow,
+    "ssh": ssh_of,
     "list": list_,
     "terminate": terminate,
     "logs": logs,

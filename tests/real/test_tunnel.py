@@ -23,6 +23,7 @@ from art_cloud.attached import AttachedBackend
 from art_cloud.errors import ConfigError, ProviderError, ServerUnavailableError
 from art_cloud.http import ServerClient
 from art_cloud.providers import Endpoint, SSHRoute
+from art_cloud.ssh_links import forget_login, log_in_early
 from art_cloud.tunnel import Tunnel, open_tunnel
 
 from ..server_process import TOKEN, ServerProcess
@@ -256,6 +257,34 @@ async def test_open_connections_end_with_the_tunnel(sshd: Sshd, server: ServerPr
     writer.close()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", tunnel.port)
+
+
+async def test_an_early_login_is_the_tunnels(sshd: Sshd, server: ServerProcess) -> None:
+    log_in_early(route_to(sshd))
+    tunnel = await open_tunnel(route_to(sshd), server.port)
+    await ask(tunnel)
+    assert sshd.logins == 1
+    await tunnel.close()
+
+
+async def test_an_early_login_that_was_lost_is_made_again(
+    sshd: Sshd, server: ServerProcess
+) -> None:
+    log_in_early(route_to(sshd))
+    await until(lambda: sshd.logins == 1)
+    sshd.kill_sessions()
+    tunnel = await open_tunnel(route_to(sshd), server.port)
+    await ask(tunnel)
+    assert sshd.logins == 2
+    await tunnel.close()
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_an_early_login_that_nobody_took_ends(sshd: Sshd, done: bool) -> None:
+    log_in_early(route_to(sshd))
+    await until(lambda: bool(sshd.logins if done else sshd.sessions))
+    forget_login(route_to(sshd))
+    await until(lambda: not sshd.sessions)
 
 
 async def test_a_taken_port_is_named(sshd: Sshd) -> None:
