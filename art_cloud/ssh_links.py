@@ -14,7 +14,6 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -102,9 +101,8 @@ async def log_in(route: SSHRoute, port: int, *, with_ssh: bool | None = None) ->
 
 def log_in_early(route: SSHRoute) -> None:
     """Begin the login that the next `log_in` there takes, or `forget_login` ends."""
-    if find_spec("asyncssh"):
-        task = _early[route] = asyncio.create_task(_connected(route))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # as if asked
+    early = _early[route] = asyncio.create_task(_connected(route))
+    early.add_done_callback(lambda early: early.cancelled() or early.exception())  # no complaint
 
 
 def forget_login(route: SSHRoute) -> None:

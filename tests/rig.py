@@ -18,7 +18,7 @@ from textwrap import dedent
 
 import psutil
 
-from .server_process import wait_until
+from .waiting import wait_until
 
 SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 START_SECONDS = 300.0

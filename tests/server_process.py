@@ -14,7 +14,6 @@ import resource
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,8 @@ from art_cloud._version import __version__
 from art_cloud.http import ServerClient
 from art_cloud.protocol import VERSION, ServerInfo
 
+from .waiting import wait_until
+
 TOKEN = "a-token-for-tests"
 CLONE_NEWNET = 0x40000000
 STARTING_SECONDS, ENDING_SECONDS = 120.0, 60.0
@@ -34,13 +35,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["art_server.app", "art_server.programs", "transformers.models.qwen3.modeling_qwen3"]
 )
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come about in time"
-        time.sleep(0.002)
 
 
 def _main(

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from .rig import SBIN, Rig, free_ports, missing, write
-from .server_process import wait_until
 from .sshd import SSHD, make_key
 from .uv_settings import uv_settings
+from .waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(

@@ -22,7 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .server_process import wait_until
+from art_cloud.providers import SSHRoute
+
+from .waiting import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
 START_SECONDS = 20.0
@@ -146,6 +148,10 @@ class Sshd:
         sessions = self.sessions
         kill(sessions)
         return len(sessions)
+
+    @property
+    def route(self) -> SSHRoute:
+        return SSHRoute(host=self.host, config=str(self.config))
 
     @property
     def logins(self) -> int:

@@ -18,8 +18,9 @@ from art_cloud.protocol import CALL_ID, JobInfo
 from art_cloud.store import open_store
 from art_cloud.wire import encode_batch
 
-from ..server_process import TOKEN, ServerProcess, wait_until
+from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch
+from ..waiting import wait_until
 
 NAME = ModelName("rivals", "agent")
 

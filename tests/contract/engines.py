@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +30,6 @@ ANSWERS = {"Look it up.": f"I look.\n{CALL}", "Break it.": BROKEN}
 def chat(content: str = "Hello there.", **parameters: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
     return {"model": "m", "messages": messages, "max_tokens": 12} | parameters
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.002)
 
 
 def load_model(folder: Path) -> Any:

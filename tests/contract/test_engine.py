@@ -19,6 +19,7 @@ from art_cloud.errors import (
     ServerStoppingError,
 )
 
+from ..waiting import until
 from .engines import (
     ANSWERS,
     BASE,
@@ -33,7 +34,6 @@ from .engines import (
     chat,
     make_adapter,
     make_caller,
-    until,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

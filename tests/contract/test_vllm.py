@@ -17,7 +17,8 @@ from art_server.inference import VllmEngine
 
 from art_cloud.errors import ConfigError, ServerUnavailableError
 
-from .engines import ENGINES, EXACT, Reference, chat, make_adapter, until
+from ..waiting import until
+from .engines import ENGINES, EXACT, Reference, chat, make_adapter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("vllm")]
 

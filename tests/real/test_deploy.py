@@ -22,8 +22,9 @@ import art_cloud as art
 from art_cloud.cli import app
 
 from ..contract.engines import vllm_python
-from ..server_process import ServerProcess, wait_until
+from ..server_process import ServerProcess
 from ..synthetic import as_groups, batch
+from ..waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

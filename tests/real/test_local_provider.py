@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,8 @@ from art_cloud.cli import app
 from art_cloud.errors import AuthError, ConfigError, ConflictError, LaunchError
 from art_cloud.providers import get_provider, local
 from art_cloud.registry import Registry
+
+from ..waiting import until
 
 SERVER = [sys.executable, "-m", "art_server", "--idle", "300"]
 
@@ -43,12 +45,6 @@ def processes_of(home: Path) -> list[psutil.Process]:
         if any(str(home) in part for part in process.info["cmdline"] or []):
             found.append(process)
     return found
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 async def pid_of(name: str) -> int:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from art_cloud.errors import AuthError, ConfigError, LaunchError
 from art_cloud.providers import ClusterSpec, get_provider
 
 from ..modal_plane import ModalPlane, modal_plane
+from ..waiting import until
 
 ROOT = Path(__file__).parents[2]
 NAME = "agent"
@@ -36,12 +37,6 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlan
     with modal_plane(tmp_path, monkeypatch) as plane:
         yield plane
         assert plane.servers == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(UNTIL_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def rollout(model: art.TrainableModel[Any], reward: float) -> art.Trajectory:

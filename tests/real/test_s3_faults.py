@@ -28,7 +28,7 @@ from art_cloud.store import Blob
 
 from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
 from ..s3_servers import S3Server, moto_server
-from ..server_process import wait_until
+from ..waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("swift")
 

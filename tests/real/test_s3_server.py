@@ -23,7 +23,8 @@ from art_cloud.names import ModelName
 from art_cloud.store import open_store
 
 from ..s3_servers import S3Server
-from ..server_process import STARTING_SECONDS, TOKEN, wait_until
+from ..server_process import STARTING_SECONDS, TOKEN
+from ..waiting import wait_until
 
 NAME = ModelName("games", "bucket")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from art_cloud.wheel import lock
 
 from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
+from ..waiting import until
 
 pytestmark = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(1200)]
 ASKED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
@@ -47,12 +48,6 @@ def home(slurm: SlurmRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     slurm.preempt(left)
     assert left == []
     assert slurm.servers() == []
-
-
-async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.2)
 
 
 async def test_a_server_without_clients_ends_and_says_why(slurm: SlurmRig, tmp_path: Path) -> None:

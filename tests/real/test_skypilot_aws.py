@@ -25,6 +25,7 @@ from art_cloud.registry import Registry
 from art_cloud.store import open_store
 
 from ..aws_rig import PRICES, ZONES, AwsRig, needs_aws_rig, zone_of
+from ..waiting import until
 
 pytestmark = [
     needs_aws_rig,
@@ -63,12 +64,6 @@ def home(aws: AwsRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture
 def store(aws: AwsRig) -> str:
     return f"s3://{aws.make_bucket()}/art"
-
-
-async def until(condition: Callable[[], bool], seconds: float = 300) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.2)
 
 
 async def rollouts(model: art.TrainableModel[None]) -> art.TrajectoryGroup:

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..s3_servers import S3Server, moto_server
 from ..ssh_box import Box, empty_at_the_end, spec
 from ..sshd import needs_sshd
 from ..uv_settings import uv_settings
+from ..waiting import until
 
 pytestmark = needs_sshd
 ROOT = Path(__file__).parents[2]
@@ -46,12 +47,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def box(tmp_path: Path) -> Iterator[Box]:
     with empty_at_the_end(Box(tmp_path / "box")) as box:
         yield box
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 async def art_cloud(*arguments: str) -> str:

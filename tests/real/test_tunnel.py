@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +20,14 @@ import art_cloud as art
 from art_cloud import tunnel as tunnels
 from art_cloud.attached import AttachedBackend
 from art_cloud.errors import ConfigError, ProviderError, ServerUnavailableError
-from art_cloud.http import ServerClient
-from art_cloud.providers import Endpoint, SSHRoute
-from art_cloud.ssh_links import forget_login, log_in_early
+from art_cloud.providers import Endpoint
 from art_cloud.tunnel import Tunnel, open_tunnel
 
+from ..calls import ask
 from ..server_process import TOKEN, ServerProcess
-from ..sshd import NamespaceSshd, Sshd, make_key, needs_namespaces, needs_sshd, run
+from ..sshd import NamespaceSshd, Sshd, make_key, needs_namespaces, needs_sshd
 from ..synthetic import as_groups, batch
+from ..waiting import until
 
 pytestmark = needs_sshd
 
@@ -41,12 +40,8 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
         yield sshd
 
 
-def route_to(sshd: Sshd) -> SSHRoute:
-    return SSHRoute(host=sshd.host, config=str(sshd.config))
-
-
 def attached(sshd: Sshd, server: ServerProcess) -> AttachedBackend:
-    return AttachedBackend(Endpoint(url=server.url, ssh=route_to(sshd)), TOKEN)
+    return AttachedBackend(Endpoint(url=server.url, ssh=sshd.route), TOKEN)
 
 
 @pytest.fixture
@@ -57,29 +52,14 @@ async def backend(sshd: Sshd, server: ServerProcess) -> AsyncIterator[art.Backen
 
 @pytest.fixture
 async def tunnel(sshd: Sshd, server: ServerProcess) -> AsyncIterator[Tunnel]:
-    tunnel = await open_tunnel(route_to(sshd), server.port)
+    tunnel = await open_tunnel(sshd.route, server.port)
     yield tunnel
     await tunnel.close()
-
-
-async def ask(tunnel: Tunnel) -> None:
-    """One call, which is not repeated."""
-    client = ServerClient(tunnel.url, TOKEN, patience=0)
-    try:
-        assert b'"version"' in await client.call("GET", "server")
-    finally:
-        await client.close()
 
 
 def tunnel_of(backend: art.Backend) -> Tunnel:
     assert backend.tunnel is not None
     return backend.tunnel
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def complete(model: art.TrainableModel, tokens: int = 4) -> int:
@@ -150,7 +130,7 @@ async def write_for_ever(writer: asyncio.StreamWriter) -> None:
 async def test_a_client_that_is_gone_when_its_answer_ends_cuts_no_other(sshd: Sshd) -> None:
     arrived: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     server = await asyncio.start_server(lambda *ends: arrived.put_nowait(ends), "127.0.0.1", 0)
-    tunnel = await open_tunnel(route_to(sshd), server.sockets[0].getsockname()[1])
+    tunnel = await open_tunnel(sshd.route, server.sockets[0].getsockname()[1])
 
     async def connect() -> tuple[asyncio.StreamWriter, Any, asyncio.StreamWriter]:
         _, client = await asyncio.open_connection("127.0.0.1", tunnel.port)
@@ -190,7 +170,7 @@ async def test_calls_wait_while_sshd_is_away(
 
 
 async def test_a_call_that_waited_in_vain_says_why(sshd: Sshd, server: ServerProcess) -> None:
-    tunnel = await open_tunnel(route_to(sshd), server.port, wait=0.5)
+    tunnel = await open_tunnel(sshd.route, server.port, wait=0.5)
     sshd.stop()
     await until(lambda: "refuses" in str(tunnel.last_error))
     with pytest.raises(ServerUnavailableError, match="gpu-box refuses ssh connections"):
@@ -218,10 +198,10 @@ async def test_a_tunnel_that_leads_elsewhere_keeps_its_port(
 ) -> None:
     url = tunnel.url
     await ask(tunnel)
-    tunnel.retarget(route_to(sshd), 1)
+    tunnel.retarget(sshd.route, 1)
     with pytest.raises(ServerUnavailableError, match="Nothing listens at port 1 of gpu-box"):
         await ask(tunnel)
-    tunnel.retarget(route_to(sshd), server.port)
+    tunnel.retarget(sshd.route, server.port)
     await ask(tunnel)
     assert tunnel.url == url
 
@@ -248,7 +228,7 @@ def has_clients(server: ServerProcess) -> bool:
 
 
 async def test_open_connections_end_with_the_tunnel(sshd: Sshd, server: ServerProcess) -> None:
-    tunnel = await open_tunnel(route_to(sshd), server.port)
+    tunnel = await open_tunnel(sshd.route, server.port)
     reader, writer = await asyncio.open_connection("127.0.0.1", tunnel.port)
     await until(lambda: has_clients(server))
     await tunnel.close()
@@ -259,176 +239,11 @@ async def test_open_connections_end_with_the_tunnel(sshd: Sshd, server: ServerPr
         await asyncio.open_connection("127.0.0.1", tunnel.port)
 
 
-async def test_an_early_login_is_the_tunnels(sshd: Sshd, server: ServerProcess) -> None:
-    log_in_early(route_to(sshd))
-    tunnel = await open_tunnel(route_to(sshd), server.port)
-    await ask(tunnel)
-    assert sshd.logins == 1
-    await tunnel.close()
-
-
-async def test_an_early_login_that_was_lost_is_made_again(
-    sshd: Sshd, server: ServerProcess
-) -> None:
-    log_in_early(route_to(sshd))
-    await until(lambda: sshd.logins == 1)
-    sshd.kill_sessions()
-    tunnel = await open_tunnel(route_to(sshd), server.port)
-    await ask(tunnel)
-    assert sshd.logins == 2
-    await tunnel.close()
-
-
-@pytest.mark.parametrize("done", [False, True])
-async def test_an_early_login_that_nobody_took_ends(sshd: Sshd, done: bool) -> None:
-    log_in_early(route_to(sshd))
-    await until(lambda: bool(sshd.logins if done else sshd.sessions))
-    forget_login(route_to(sshd))
-    await until(lambda: not sshd.sessions)
-
-
 async def test_a_taken_port_is_named(sshd: Sshd) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"Port {port} of this machine can't be used"):
-            await open_tunnel(route_to(sshd), 1, local_port=port)
-
-
-def change(sshd: Sshd, old: str, new: str) -> None:
-    """Another line in the ssh configuration."""
-    text = sshd.config.read_text()
-    assert old in text
-    sshd.config.write_text(text.replace(old, new))
-
-
-def forget_the_host_key(sshd: Sshd) -> None:
-    sshd.known_hosts.write_text("")
-
-
-def check_no_host_key(sshd: Sshd) -> None:
-    change(sshd, f"UserKnownHostsFile {sshd.known_hosts}", "UserKnownHostsFile none")
-    change(sshd, "StrictHostKeyChecking yes", "StrictHostKeyChecking no")
-
-
-def know_another_host_key(sshd: Sshd) -> None:
-    make_key(sshd.folder / "other_key")
-    kind, key, _ = (sshd.folder / "other_key.pub").read_text().split()
-    sshd.known_hosts.write_text(f"[{sshd.address}]:{sshd.port} {kind} {key}\n")
-
-
-def be_another_user(sshd: Sshd) -> None:
-    change(sshd, "  User ", "  User not-")
-
-
-def have_another_key(sshd: Sshd) -> None:
-    make_key(sshd.folder / "other_key")
-    change(sshd, "client_key", "other_key")
-
-
-def have_no_such_host(sshd: Sshd) -> None:
-    change(sshd, f"HostName {sshd.address}", "HostName gpu-box.invalid")
-
-
-def have_a_broken_configuration(sshd: Sshd) -> None:
-    change(sshd, f"Port {sshd.port}", "Port ssh")
-
-
-def have_no_configuration(sshd: Sshd) -> None:
-    sshd.config.unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "error", "message"),
-    [
-        (forget_the_host_key, ProviderError, "host key of gpu-box is not known.*by hand"),
-        (check_no_host_key, ProviderError, "host key of gpu-box is not known"),
-        (know_another_host_key, ProviderError, "another host key than the one in .*known_hosts"),
-        (be_another_user, ProviderError, "does not let this user in.*ssh -F .* gpu-box"),
-        (have_another_key, ProviderError, "does not let this user in.*ssh-add"),
-        (have_no_such_host, ServerUnavailableError, "address of gpu-box can't be found"),
-        (Sshd.stop, ServerUnavailableError, "gpu-box refuses ssh connections"),
-        (have_no_configuration, ConfigError, "No such file or directory: .*ssh_config"),
-        (have_a_broken_configuration, ConfigError, "ssh_config line 3: Invalid Port"),
-    ],
-)
-async def test_what_is_wrong_is_said(
-    sshd: Sshd, spoil: Callable[[Sshd], None], error: type[Exception], message: str
-) -> None:
-    spoil(sshd)
-    with pytest.raises(error, match=message):
-        await open_tunnel(route_to(sshd), 1)
-
-
-async def test_forwarding_that_is_not_allowed_is_said(tmp_path: Path) -> None:
-    with Sshd(tmp_path / "sshd", "AllowTcpForwarding no") as sshd:
-        tunnel = await open_tunnel(route_to(sshd), 1)
-        with pytest.raises(ProviderError, match="AllowTcpForwarding"):
-            await ask(tunnel)
-        await tunnel.close()
-
-
-async def test_a_key_with_a_passphrase_comes_from_the_agent(
-    sshd: Sshd, server: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    key = str(sshd.folder / "client_key")
-    address = str(tmp_path / "agent")
-    agent = await asyncio.create_subprocess_exec(
-        "ssh-agent", "-D", "-a", address, stdout=asyncio.subprocess.DEVNULL
-    )
-    try:
-        await until(Path(address).exists)
-        monkeypatch.setenv("SSH_AUTH_SOCK", address)
-        run("ssh-add", "-q", key)
-        run("ssh-keygen", "-q", "-p", "-N", "secret", "-f", key)
-        tunnel = await open_tunnel(route_to(sshd), server.port)
-        await ask(tunnel)
-        await tunnel.close()
-        run("ssh-add", "-q", "-D")
-        with pytest.raises(ProviderError, match="passphrase has to be in the agent: ssh-add"):
-            await open_tunnel(route_to(sshd), server.port)
-    finally:
-        agent.terminate()
-        await agent.wait()
-
-
-async def test_over_another_machine(sshd: Sshd, server: ServerProcess) -> None:
-    lines = sshd.config.read_text().replace("Host gpu-box", "Host *\n  ProxyJump gpu-box")
-    sshd.config.write_text(sshd.config.read_text() + lines)
-    tunnel = await open_tunnel(SSHRoute(host="inner", config=str(sshd.config)), server.port)
-    assert "by asyncssh" in repr(tunnel)
-    await ask(tunnel)
-    assert sshd.kill_sessions() >= 2
-    await ask(tunnel)
-    await tunnel.close()
-
-
-async def test_what_asyncssh_cannot_do_ssh_does(sshd: Sshd, server: ServerProcess) -> None:
-    change(
-        sshd,
-        f"UserKnownHostsFile {sshd.known_hosts}",
-        f"UserKnownHostsFile none\n  KnownHostsCommand /bin/cat {sshd.known_hosts}",
-    )
-    tunnel = await open_tunnel(route_to(sshd), server.port)
-    assert "by ssh" in repr(tunnel)
-    await ask(tunnel)
-    sshd.kill_sessions()
-    await until(lambda: tunnel.reconnects == 1)
-    await ask(tunnel)
-    await tunnel.close()
-    assert [p for p in psutil.Process().children() if p.name() == "ssh"] == []
-
-
-async def test_without_asyncssh(
-    sshd: Sshd, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "asyncssh", None)
-    tunnel = await open_tunnel(route_to(sshd), server.port)
-    assert "by ssh" in repr(tunnel)
-    await ask(tunnel)
-    await tunnel.close()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"pip install 'art-cloud\[ssh\]'"):
-        await open_tunnel(route_to(sshd), server.port)
+            await open_tunnel(sshd.route, 1, local_port=port)
 
 
 @pytest.fixture

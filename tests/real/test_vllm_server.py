@@ -15,7 +15,8 @@ import art_cloud as art
 from art_cloud.protocol import POLICY
 
 from ..contract.engines import vllm_python
-from ..server_process import ServerProcess, wait_until
+from ..server_process import ServerProcess
+from ..waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -21,8 +21,8 @@ from art_cloud.retention import prune, to_remove
 from art_cloud.store import FileStore
 from art_cloud.wire import encode_batch
 
-from ..contract.engines import until
 from ..synthetic import batch
+from ..waiting import until
 from .test_checkpoints import commit
 
 NAME = ModelName("games", "agent")

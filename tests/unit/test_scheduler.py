@@ -1,7 +1,6 @@
 """The running batch under limits and faults."""
 
 import asyncio
-import time
 
 import pytest
 import torch
@@ -10,16 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from art_cloud.errors import ConfigError, InvalidRequestError, ServerError
 
+from ..waiting import until
+
 
 def body(prompt="The fox", **parameters):
     return {"model": "m", "prompt": prompt, "max_tokens": 8, "ignore_eos": True} | parameters
-
-
-async def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.001)
 
 
 @pytest.fixture
