@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet, sweep
+from art_cloud import fleet
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.providers import ClusterSpec, get_provider
@@ -23,6 +23,7 @@ from art_cloud.registry import Registry
 from art_cloud.store import open_store
 from art_cloud.wheel import lock
 
+from ..killed_launch import kill_launch, sweep_the_only
 from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
 from ..waiting import until
@@ -127,23 +128,10 @@ async def test_an_agent_is_trained_over_the_tunnel_on_a_machine_that_is_lost(
 async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     slurm: SlurmRig, tmp_path: Path
 ) -> None:
-    options = [part for key, value in ASKED.items() for part in ("-o", f"{key}={value}")]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()", "up", "skypilot"),
-        *("--name", "three", "--store", (tmp_path / "store").as_uri(), *options),
-    )
-    try:
-        await until(lambda: bool(slurm.jobs("three")) or process.returncode is not None)
-    finally:
-        process.kill()
-        await process.wait()
-    found, failures = await sweep.look()
-    assert failures == []
-    [ghost] = [one for one in found if one.name == "three"]
-    assert ghost.kept is None
-    await sweep.end([ghost])
+    store = (tmp_path / "store").as_uri()
+    await kill_launch("three", store, ASKED, lambda: bool(slurm.jobs("three")))
+    await sweep_the_only("three")
     assert slurm.jobs("three") == []
-    assert Registry().list() == []
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet, sweep
+from art_cloud import fleet
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import NoMachineError
 from art_cloud.providers import ClusterSpec, get_provider
@@ -25,6 +25,7 @@ from art_cloud.registry import Registry
 from art_cloud.store import open_store
 
 from ..aws_rig import PRICES, ZONES, AwsRig, needs_aws_rig, zone_of
+from ..killed_launch import kill_launch, sweep_the_only
 from ..waiting import until
 
 pytestmark = [
@@ -163,23 +164,9 @@ async def test_a_machine_that_was_stopped_goes_on_and_ends(aws: AwsRig, store: s
 async def test_a_launch_that_is_killed_leaves_nothing_that_sweep_does_not_find(
     aws: AwsRig, store: str
 ) -> None:
-    options = [part for key, value in ASKED.items() for part in ("-o", f"{key}={value}")]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()", "up", "skypilot"),
-        *("--name", "orphan", "--store", store, *options),
-    )
-    try:
-        await until(lambda: bool(aws.instances("orphan")) or process.returncode is not None)
-    finally:
-        process.kill()
-        await process.wait()
-    found, failures = await sweep.look()
-    assert failures == []
-    [ghost] = [one for one in found if one.name == "orphan"]
-    assert ghost.kept is None
-    await sweep.end([ghost])
+    await kill_launch("orphan", store, ASKED, lambda: bool(aws.instances("orphan")))
+    await sweep_the_only("orphan")
     assert aws.instances() == []
-    assert Registry().list() == []
 
 
 async def test_a_machine_goes_by_itself_when_its_server_has_ended(aws: AwsRig, store: str) -> None:
