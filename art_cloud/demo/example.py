@@ -21,7 +21,7 @@ from .experiment import Experiment, run_experiment
 from .report import plot, print_table
 from .tiny import make_tiny_model
 
-SMOKE_TASKS, SMOKE_GROUP = 2, 2
+SMOKE_TASKS, SMOKE_GROUP = 1, 2
 SMOKE_AUTO = {
     "count": 2,
     "steps": 1,

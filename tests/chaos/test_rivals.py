@@ -20,7 +20,7 @@ from art_cloud.wire import encode_batch
 
 from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch
-from ..waiting import wait_until
+from ..waiting import until, wait_until
 
 NAME = ModelName("rivals", "agent")
 
@@ -33,7 +33,8 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def end_at_once_when_there_is(gate: Path) -> None:
-    """Shorten the time that a server stays of which all models are fenced, once there is a file."""
+    """Shorten the time that a server stays of which all models are fenced, once there is a file,
+    which goes then."""
     import threading
 
     from art_server import models
@@ -41,6 +42,7 @@ def end_at_once_when_there_is(gate: Path) -> None:
     def shorten() -> None:
         wait_until(gate.exists, 300)
         models.FENCED_SECONDS = 0.0
+        gate.unlink()
 
     threading.Thread(target=shorten, daemon=True).start()
 
@@ -90,6 +92,7 @@ async def test_one_goes_on_and_the_other_is_told_by_whom(tmp_path: Path, base_mo
             await model.register(here)
             assert (await train(here, model, 6)).step == 4
             gate.touch()
+            await until(lambda: not gate.exists())
             with pytest.raises(RivalError, match=r"\(first on "):
                 await train(there, same, 7)
         assert await asyncio.to_thread(zombie.ended) == 1

@@ -27,6 +27,14 @@ EXPERIMENTS = [
 """Those that draw a curve."""
 
 
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Path) -> Path:
+    """One in which examples are run; their model is there."""
+    (tmp_path / "home" / "examples").mkdir(parents=True)
+    (tmp_path / "home" / "examples" / "model").symlink_to(tiny_model)
+    return tmp_path
+
+
 def run(
     script: str, folder: Path, *options: str, environment: dict[str, str] | None = None
 ) -> Sequence[str]:
@@ -46,13 +54,13 @@ def run(
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_trains_and_draws(name: str, tmp_path: Path) -> None:
-    lines = run(f"{name}/train.py", tmp_path, "--control", "--json", "--plot", "curve.png")
+def test_an_experiment_trains_and_draws(name: str, folder: Path) -> None:
+    lines = run(f"{name}/train.py", folder, "--control", "--json", "--plot", "curve.png")
     result = json.loads(lines[-1])
     assert result["steps"] == 1
     [measure] = [key.removesuffix("_before") for key in result if key.endswith("_before")]
     assert {f"{measure}_after", f"{measure}_control", "seconds"} < result.keys()
-    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+    assert (folder / "curve.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +71,10 @@ def test_an_experiment_trains_and_draws(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_told_without_a_traceback(
-    options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    options: list[str], message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        run("codenames/train.py", tmp_path, "--base-model", "any", *options)
+        run("codenames/train.py", folder, "--base-model", "any", *options)
     said = capfd.readouterr().err
     assert message in said
     assert "Traceback" not in said
@@ -76,11 +84,11 @@ def judged(shown: Shown) -> float:
     return len(json.dumps(shown.conversations)) % 100 / 100
 
 
-def test_the_email_agent_by_a_judge(tmp_path: Path) -> None:
+def test_the_email_agent_by_a_judge(folder: Path) -> None:
     with openai_server(judge_by(judged)) as asked:
         environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
         options = ["--judge", "a-judge", "--json"]
-        lines = run("email_agent/train.py", tmp_path, *options, environment=environment)
+        lines = run("email_agent/train.py", folder, *options, environment=environment)
     assert json.loads(lines[-1])["steps"] == 1
     assert len(asked.bodies) == 2
     for body in asked.bodies:
@@ -88,12 +96,12 @@ def test_the_email_agent_by_a_judge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto_rl", "mcp_rl"])
-def test_a_judge_is_all_that_it_takes(name: str, tmp_path: Path) -> None:
+def test_a_judge_is_all_that_it_takes(name: str, folder: Path) -> None:
     words = ["Where is the tea?", "How much room is left for rice in the south?"]
     with openai_server(either(generate(words.__getitem__), judge_by(judged))) as asked:
         environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
         options = ["--judge", "a-judge", "--json"]
-        lines = run(f"{name}/train.py", tmp_path, *options, environment=environment)
+        lines = run(f"{name}/train.py", folder, *options, environment=environment)
     result = json.loads(lines[-1])
     assert (result["step"], result["tasks"]) == (1, 1)
     assert result["wins"] + result["losses"] + result["ties"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from statistics import fmean
@@ -96,7 +95,6 @@ async def rollout(model: art.TrainableModel[Any], number: int) -> art.Trajectory
 async def test_rollouts_overlap_with_training_and_as_much_is_learned(
     backend: art.Backend, registered: Registered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds: dict[int, float] = {}
     rewards: dict[int, list[float]] = {}
     for steps_off_policy in (0, 1):
         model = await registered(f"off-{steps_off_policy}")
@@ -112,9 +110,7 @@ async def test_rollouts_overlap_with_training_and_as_much_is_learned(
                 max_steps_off_policy=steps_off_policy,
                 max_steps=STEPS,
             )
-            started = time.monotonic()
             results = await pipeline.train()
-        seconds[steps_off_policy] = time.monotonic() - started
         rewards[steps_off_policy] = [result.metrics["reward"] for result in results]
         assert [result.step for result in results] == list(range(1, STEPS + 1))
         overlapping = events.during_training("end") + events.during_training("begin")
@@ -130,7 +126,6 @@ async def test_rollouts_overlap_with_training_and_as_much_is_learned(
             ratios = [result.metrics.get("ratio_max", 1.0) for result in results]
             assert max(ratios) > 1.01  # to the logprobs of the older weights
         assert pipeline.stale_groups == 0
-    assert seconds[1] < seconds[0]
     for curve in rewards.values():
         assert fmean(curve[:2]) < 0.65
         assert fmean(curve[-2:]) > 0.8
