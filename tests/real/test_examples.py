@@ -90,7 +90,7 @@ def test_the_email_agent_by_a_judge(folder: Path) -> None:
         options = ["--judge", "a-judge", "--json"]
         lines = run("email_agent/train.py", folder, *options, environment=environment)
     assert json.loads(lines[-1])["steps"] == 1
-    assert len(asked.bodies) == 2
+    assert len(asked.bodies) == 1
     for body in asked.bodies:
         assert "Find mails by words." in body["messages"][1]["content"]
 
