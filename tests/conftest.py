@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 # Workers and the servers they start share the cores: threads that wait for others burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has its background jobs ignore Ctrl-C, and they hand that on to the programs they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.2
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.02
 PATIENCE_SECONDS = 300.0
 
 
