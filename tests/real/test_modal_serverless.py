@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 NAME = "agent"
 UNTIL_SECONDS = 240.0
 COMPLETIONS = "/v1/chat/completions"
-WINDOW = 4.0
+WINDOW = 8.0
 """Seconds without a request, after which the plane ends a container."""
 
 
