@@ -350,7 +350,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "offers": offers,
     "launch": launch,
     "follow": follow,
-    "ssh": ssh_of,
     "list": list_,
     "terminate": terminate,
     "logs": logs,
