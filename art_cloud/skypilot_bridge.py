@@ -30,8 +30,8 @@ from .errors import (
     NotFoundError,
     ProviderError,
 )
+from .wheel import LAUNCH
 
-LAUNCH = Path(__file__).parent / "launch"
 PYTHON = "ART_SKYPILOT_PYTHON"
 LINE_BYTES = 2**24
 """No answer is longer than this."""

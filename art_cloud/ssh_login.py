@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +22,7 @@ from uuid import uuid4
 
 from .errors import ConfigError, NotFoundError, ProviderError
 from .providers import SSHRoute
+from .wheel import LAUNCH
 
 if TYPE_CHECKING:
     import fabric
@@ -134,7 +134,7 @@ class Login:
 
 @cache
 def _text(script: Script) -> str:
-    return (files("art_cloud") / "launch" / "ssh" / script).read_text()
+    return (LAUNCH / "ssh" / script).read_text()
 
 
 def _read(channel: paramiko.Channel) -> tuple[bytes, bytes]:

@@ -17,6 +17,11 @@ from ._version import __version__
 from .errors import ConfigError
 from .registry import home
 
+LAUNCH = next(
+    folder for above in Path(__file__).parents[:2] if (folder := above / "launch").is_dir()
+)
+"""What other machines run and pin: in a wheel inside of this package, in a checkout beside it."""
+
 SOURCES = ("art_cloud", "server_image/art_server", "launch", "pyproject.toml")
 
 
@@ -46,7 +51,7 @@ def extras(engine: str) -> str:
 def lock(engine: str) -> Path:
     """The versions that are installed with it (pip's constraints)."""
     name = "server-vllm.lock.txt" if engine == "vllm" else "server.lock.txt"
-    return Path(__file__).parent / "launch" / name
+    return LAUNCH / name
 
 
 def source() -> Source:

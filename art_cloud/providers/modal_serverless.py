@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
-from importlib.resources import as_file, files
 
 import modal
 from modal.exception import NotFoundError as ModalNotFoundError
@@ -19,7 +18,7 @@ from modal.experimental import get_app_lifecycle, list_deployed_apps
 from pydantic import SecretStr
 
 from ..errors import ConfigError, LaunchError
-from ..wheel import source
+from ..wheel import LAUNCH, source
 from . import ClusterSpec, Endpoint, Instance
 from .modal_options import EXTRAS, PYTHON, Options, errors
 
@@ -163,22 +162,21 @@ async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[st
 
 async def _deploy(deployment: dict[str, object], name: str) -> None:
     """What `modal deploy launch/modal/app.py` does, by the same program."""
-    with as_file(files("art_cloud") / "launch" / "modal" / "app.py") as path:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", DEPLOY, str(path)),
-            env=os.environ | {"ART_CLOUD_DEPLOY": json.dumps(deployment)},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            assert process.stdout is not None
-            said = await process.stdout.read()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DEPLOY, str(LAUNCH / "modal" / "app.py")),
+        env=os.environ | {"ART_CLOUD_DEPLOY": json.dumps(deployment)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        assert process.stdout is not None
+        said = await process.stdout.read()
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
             await process.wait()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
     if process.returncode:
         lines = "\n".join(f"  {line}" for line in said.decode().splitlines()[-LOG_LINES:])
         raise LaunchError(f"Modal did not deploy {name}. It said:\n{lines}")

@@ -26,9 +26,9 @@ from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ..http import complaint
 from ..progress import enabled, say
 from ..registry import home
-from ..skypilot_bridge import LAUNCH, Answers, answers, call, lines
+from ..skypilot_bridge import Answers, answers, call, lines
 from ..ssh_links import forget_login, log_in_early
-from ..wheel import extras, lock, source
+from ..wheel import LAUNCH, extras, lock, source
 from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
 
 ENDPOINT = "endpoint.json"
