@@ -148,6 +148,7 @@ def bucket(moto: S3Server) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"s3://{name}/art", moto.env
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_disk", [True, False], ids=["same disk", "new disk"])
 @pytest.mark.parametrize("durability", ["sync", "async"])
 async def test_killed_at_every_point(
@@ -165,6 +166,7 @@ async def test_killed_at_every_point(
     check_history(open_store(str(server.store)), made, undisturbed, record_property)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["sync", "async"])
 async def test_killed_at_the_points_near_an_s3_store(
     tmp_path: Path,
@@ -252,6 +254,7 @@ def be_impatient() -> None:
     commits.FIRST_PAUSE, commits.STORE_SECONDS = 0.05, 20.0
 
 
+@pytest.mark.slow
 async def test_a_store_that_misbehaves_while_steps_are_made(
     tmp_path: Path,
     base_model: str,

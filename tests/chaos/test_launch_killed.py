@@ -177,6 +177,7 @@ def index(places: list[str], callee: str) -> int:
     return next(number for number, place in enumerate(places) if place.endswith(callee))
 
 
+@pytest.mark.slow
 async def test_up_killed_at_every_step(
     home: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -202,6 +203,7 @@ async def test_up_killed_at_every_step(
     assert left == 0
 
 
+@pytest.mark.slow
 async def test_down_killed_at_every_step(
     home: Path, record_property: Callable[[str, object], None]
 ) -> None:

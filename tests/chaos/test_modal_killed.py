@@ -25,6 +25,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlan
         yield plane
 
 
+@pytest.mark.slow
 async def test_up_killed(
     home: Path,
     plane: ModalPlane,

@@ -122,6 +122,7 @@ async def test_it_sleeps_while_the_memory_is_the_trainers(engine):
     assert engine.stats().reason is None
 
 
+@pytest.mark.slow
 async def test_it_starts_again_for_a_higher_rank(engine, tiny_model, tmp_path, reference):
     wide = make_adapter(tiny_model, tmp_path / "wide", 5, rank=20)
     await engine.load("p/wide@1", wide)

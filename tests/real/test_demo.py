@@ -17,6 +17,7 @@ ART_CLOUD = Path(sys.executable).with_name("art-cloud")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_agent_learns_and_its_control_does_not(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -82,6 +82,7 @@ def stock_vllm(command: str, folder: Path) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.slow
 async def test_stock_vllm_serves_what_was_trained(
     server: ServerProcess,
     backend: art.Backend,

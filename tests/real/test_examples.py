@@ -16,13 +16,18 @@ from ..openai_server import KEY, Shown, either, generate, judge_by, openai_serve
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 EXPERIMENTS = [
-    "codenames",
-    "email_agent",
-    "game_2048",
-    "langgraph_agent",
-    "openenv",
     "temporal_clue",
-    "tic_tac_toe",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "codenames",
+            "email_agent",
+            "game_2048",
+            "langgraph_agent",
+            "openenv",
+            "tic_tac_toe",
+        )
+    ),
 ]
 """Those that draw a curve."""
 
@@ -84,6 +89,7 @@ def judged(shown: Shown) -> float:
     return len(json.dumps(shown.conversations)) % 100 / 100
 
 
+@pytest.mark.slow
 def test_the_email_agent_by_a_judge(folder: Path) -> None:
     with openai_server(judge_by(judged)) as asked:
         environment = {"OPENAI_BASE_URL": asked.url, "OPENAI_API_KEY": KEY}
@@ -95,6 +101,7 @@ def test_the_email_agent_by_a_judge(folder: Path) -> None:
         assert "Find mails by words." in body["messages"][1]["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto_rl", "mcp_rl"])
 def test_a_judge_is_all_that_it_takes(name: str, folder: Path) -> None:
     words = ["Where is the tea?", "How much room is left for rice in the south?"]
@@ -109,6 +116,7 @@ def test_a_judge_is_all_that_it_takes(name: str, folder: Path) -> None:
     assert tools[name] in asked.bodies[0]["messages"][1]["content"]
 
 
+@pytest.mark.slow
 def test_resume(tmp_path: Path) -> None:
     lines = run("resume/resume.py", tmp_path, "--plot", "curve.png")
     assert "The machine is lost, and its disk with it." in lines

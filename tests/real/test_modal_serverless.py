@@ -91,6 +91,7 @@ async def test_from_zero_to_zero_and_back(
     assert plane.control.environments.keys().isdisjoint(plane.control.secrets.values())
 
 
+@pytest.mark.slow
 async def test_inference_scales_out_and_one_server_trains(
     plane: ModalPlane, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 SHORTER = "STEPS, GAMES = 1, 2"
 
 
+@pytest.mark.slow
 def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells as they stand; one more, after the cell of parameters, makes it short."""
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))

@@ -28,7 +28,12 @@ from ..s3_servers import S3Server
 from ..slurm_rig import SlurmRig, needs_slurm
 from ..waiting import until
 
-pytestmark = [needs_slurm, pytest.mark.xdist_group("skypilot"), pytest.mark.timeout(1200)]
+pytestmark = [
+    needs_slurm,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("skypilot"),
+    pytest.mark.timeout(1200),
+]
 ASKED: dict[str, Any] = {"gpu": "H100", "cloud": "slurm", "python": sys.executable}
 QUESTION: art.Messages = [{"role": "user", "content": "1"}]
 

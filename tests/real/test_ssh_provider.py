@@ -137,6 +137,7 @@ async def check_the_tunnel_of_the_command_line(box: Box) -> None:
     assert b"connected, 1 reconnects" in said
 
 
+@pytest.mark.slow
 async def test_all_of_it_is_installed_in_an_empty_home(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +377,7 @@ async def test_the_scripts_work_by_hand_as_their_page_says(box: Box, tmp_path: P
     assert (has["gpus"], last) == ([], {"servers": [], "logs": ["mine"]})
 
 
+@pytest.mark.slow
 async def test_the_example_trains_on_a_box(box: Box, tmp_path: Path, tiny_model: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ssh" / "train.py"), "--smoke"]
     command += ["--host", box.host, "--store", (tmp_path / "store").as_uri()]

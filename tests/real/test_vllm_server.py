@@ -87,7 +87,13 @@ async def test_it_learns_from_what_vllm_sampled(
 
 
 @pytest.mark.parametrize(
-    "victims", [["server"], ["vllm", "server"], ["server", "vllm"], ["vllm", "restart", "server"]]
+    "victims",
+    [
+        ["server"],
+        pytest.param(["vllm", "server"], marks=pytest.mark.slow),
+        pytest.param(["server", "vllm"], marks=pytest.mark.slow),
+        pytest.param(["vllm", "restart", "server"], marks=pytest.mark.slow),
+    ],
 )
 async def test_nothing_is_left_whoever_is_killed(server: ServerProcess, victims: list[str]) -> None:
     processes = vllm_processes(server)
