@@ -47,6 +47,8 @@ C = TypeVar("C", bound=Frozen)
 TrainResult: TypeAlias = StepResult
 """What a training call returns: the new `step`, its `policy` name and its `metrics`."""
 
+REPEATED = 10
+"""A warning that goes on is said again after so many steps."""
 TRACKED_CONFIG = {"base_model", "lora", "config"}
 
 
@@ -81,6 +83,7 @@ class Backend:
         self._token = token
         self._models: list[TrainableModel[Any]] = []
         self._trackers = Trackers()
+        self._steps_without_signal = 0
 
     tunnel: Tunnel | None = None
     """The way to the server, if it is on another machine: `url` is this end of it."""
@@ -176,6 +179,8 @@ class Backend:
     async def prepare(self, model: TrainableModel[Any]) -> None:
         """Have the server load the newest step of `model`, or make its step 0."""
         base_model = model.base_model
+        if not base_model:
+            raise ConfigError(f"Model {model.full_name} names no base_model to train a LoRA on.")
         if is_loopback(self.url) and self.tunnel is None:
             base_model = whole_path(base_model)
         request = RegisterRequest(base_model=base_model, lora=model.lora, retention=model.retention)
@@ -206,11 +211,19 @@ class Backend:
         metrics = result.metrics | self.cost()
         self._trackers.tell(name, result.step, "train", metrics, groups)
         if result.metrics.get("groups_without_signal") == result.metrics.get("groups", -1):
+            self._say_nothing_learned(result)
+        return result
+
+    def _say_nothing_learned(self, result: TrainResult) -> None:
+        """Said of the first such step of this backend, and of every tenth."""
+        self._steps_without_signal += 1
+        if self._steps_without_signal == 1:
             say(
                 f"{result.policy}: within each group all rewards are equal, so there was nothing "
                 "to learn. The step counts; the weights are those of the step before."
             )
-        return result
+        elif self._steps_without_signal % REPEATED == 0:
+            say(f"{result.policy}: nothing to learn in {self._steps_without_signal} steps so far.")
 
     async def train_sft(
         self,

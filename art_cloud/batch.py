@@ -25,8 +25,16 @@ def make_batch(
 
     Raises:
         UntrainableError: nothing can be learned from a group or trajectory as it is.
+        ConfigError: one of `groups` is no group.
     """
     given = list(groups)
+    for item in given:
+        if not isinstance(item, TrajectoryGroup):
+            raise ConfigError(
+                f"What is trained on is a list of TrajectoryGroups, and one item is a "
+                f"{type(item).__name__}. Of one group: train(model, [group]). Of rollouts: "
+                "TrajectoryGroup([...])."
+            )
     if not given:
         raise UntrainableError(
             "There is no group to train on. Were all of them dropped by after_each, or by "

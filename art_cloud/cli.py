@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -54,7 +54,9 @@ def demo(
     control: Annotated[
         bool, typer.Option(help="Train a second model on permuted rewards: it must not learn.")
     ] = False,
-    engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="What samples.")
+    ] = "transformers",
     plot: Annotated[Path, typer.Option(help="Where the PNG goes.")] = Path("tic-tac-toe.png"),
     as_json: AsJson = False,
 ) -> None:

@@ -35,7 +35,9 @@ def up(
     name: Annotated[str | None, typer.Option(help="Default: art-USER-PROVIDER.")] = None,
     model: Annotated[str | None, typer.Option(help="Base model to load at the start.")] = None,
     store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
-    engine: Annotated[str, typer.Option(help="What samples.")] = "transformers",
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="What samples.")
+    ] = "transformers",
     durability: Annotated[
         Literal["sync", "async"],
         typer.Option(help="When a step counts: once it is stored, or once it is served."),

@@ -8,11 +8,13 @@ async with art.connect(url, token) as backend:      # somebody else's server
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pydantic import SecretStr, ValidationError
 
@@ -20,7 +22,7 @@ from . import fleet
 from .attached import AttachedBackend, Replace
 from .backend import Backend
 from .credentials import with_secrets
-from .durations import parse_deadline, parse_duration
+from .durations import parse_deadline, parse_duration, words
 from .errors import (
     ConfigError,
     ConflictError,
@@ -29,12 +31,13 @@ from .errors import (
     NoMachineError,
     NotFoundError,
 )
+from .http import check_url
 from .money import choose
 from .names import whole_path
 from .phases import phase, phases_of
-from .progress import enabled, say
-from .protocol import Durability
-from .providers import ClusterSpec, Endpoint, Offer, Provider, get_provider
+from .progress import console, enabled, say
+from .protocol import Durability, EngineName
+from .providers import ClusterSpec, Endpoint, Offer, Provider, check_provider, get_provider
 from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
@@ -51,7 +54,7 @@ def up(
     name: str | None = None,
     store: str | None = None,
     base_model: str | None = None,
-    engine: str = "transformers",
+    engine: EngineName = "transformers",
     durability: Durability = "sync",
     lease: str | float | None = None,
     idle: str | float | None = None,
@@ -70,7 +73,7 @@ def up(
         store: URL under which every step is kept. Default of "local": a folder of this user.
         base_model: Name or path of the model to load at the start. Default: with the first model
             that is registered.
-        engine: What samples on the server.
+        engine: What samples on the server: "transformers" or "vllm".
         durability: When a training call returns: "sync", once its step is in the store, or "async",
             once it is served. It is then stored while the next step is rolled out, and this program
             keeps what it was made from until it is.
@@ -95,12 +98,14 @@ def up(
         `Backend`.
 
     Raises:
-        ConfigError: Before anything is started: an unknown provider, what is no duration, no
-            offer within `max_hourly`, a budget for a machine without a price, a cluster of this
-            name with another base model, store, engine or limit.
+        ConfigError: Before anything is started: an unknown provider or engine, a folder of a base
+            model that is not there, what is no duration, no offer within `max_hourly`, a budget for
+            a machine without a price, a cluster of this name with another base model, store, engine
+            or limit.
         ConflictError: A server of this name runs that is not recorded here.
         LaunchError: The server did not come up. What was started has been ended.
     """
+    check_provider(provider)
     limits: dict[str, Any] = {
         "lease_seconds": None if lease is None else parse_duration(lease),
         "idle_seconds": None if idle is None else parse_duration(idle),
@@ -112,7 +117,7 @@ def up(
         spec = ClusterSpec(
             provider=provider,
             store=store_url(provider, store),
-            base_model=base_model and whole_path(base_model),
+            base_model=None if base_model is None else _base_model(provider, base_model),
             engine=engine,
             durability=durability,
             options=options,
@@ -124,7 +129,22 @@ def up(
     return Up(name or default_name(provider), spec, on_loss=on_loss, keep=keep)
 
 
-class Up:
+class _Unopened:
+    """What becomes a `Backend` once it is entered, and tells who takes it for one already."""
+
+    if not TYPE_CHECKING:  # type checkers see by themselves that there is no such attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            what = "art.up(...)" if isinstance(self, Up) else "art.connect(...)"
+            raise ConfigError(
+                f"{what} is no backend yet, so it has no {name!r}. Enter it: `async with {what} as "
+                f"backend:`, or `backend = await {what}`."
+            )
+
+
+class Up(_Unopened):
     """A cluster on its way: enter it with `async with`, or `await` it."""
 
     def __init__(self, name: str, spec: ClusterSpec, *, on_loss: OnLoss, keep: bool) -> None:
@@ -133,6 +153,8 @@ class Up:
         self._on_loss = on_loss
         self._keep = keep
         self._own: ClusterRecord | None = None
+        self._lease_seconds = spec.lease_seconds
+        """Of the cluster that was found or started."""
         self._backend: Backend | None = None
 
     def __await__(self) -> Generator[Any, None, Backend]:
@@ -141,20 +163,34 @@ class Up:
     async def __aenter__(self) -> Backend:
         return await self._open()
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and issubclass(kind, asyncio.CancelledError | KeyboardInterrupt):
+            say(
+                f"Interrupted. The steps made so far are in {self._spec.store}; the same script "
+                "goes on from the newest of them."
+            )
         try:
             if self._backend is not None:
                 await self._backend.close()
         finally:
-            if self._own is not None:
-                await self._leave(self._own)
+            await self._leave()
 
-    async def _leave(self, own: ClusterRecord) -> None:
-        if not self._keep and not in_use(self.name):
-            await _end_ours(own)
-        else:
-            why = "" if self._keep else ", another program uses it"
-            say(f"{self.name} stays{why}. To end it: art-cloud down {self.name}")
+    async def _leave(self) -> None:
+        if self._own is not None and not self._keep and not in_use(self.name):
+            await _end_ours(self._own)
+            return
+        why = "it ran before this program"
+        if self._own is not None:
+            why = "as keep=True asked" if self._keep else "another program uses it"
+        say(
+            f"{self.name} stays, {why}. It ends by itself after {words(self._lease_seconds)} "
+            f"without a client. To end it now: art-cloud down {self.name}"
+        )
 
     async def _open(self) -> Backend:
         provider, registry = get_provider(self._spec.provider), Registry()
@@ -174,6 +210,9 @@ class Up:
         record, fresh = registry.claim(self.name, spec)
         _check_same(record, self._spec)
         self._own = record if fresh else None
+        self._lease_seconds = record.spec.lease_seconds
+        if fresh and enabled() and not console.is_terminal:  # there a spinner says it
+            say(f"Starting {self.name} on {spec.provider} ...")
         try:
             async with asyncio.timeout(LAUNCH_SECONDS):
                 self._backend = await _start(provider, record, fresh=fresh, on_loss=self._on_loss)
@@ -246,7 +285,7 @@ def connect(
         An object for `async with` or `await`; both give a `Backend`. Nothing is started or ended.
 
     Raises:
-        ConfigError: Neither `url` and `token` nor `name` are given.
+        ConfigError: Neither `url` and `token` nor `name` are given, or `url` is not one of http.
         NotFoundError: No cluster of that name runs.
     """
     if (name is None) == (url is None or token is None):
@@ -255,12 +294,14 @@ def connect(
         return Connect(name)
     assert url is not None
     assert token is not None
+    for address in (url, *([inference_url] if inference_url else [])):
+        check_url(address)
     secrets = {key: SecretStr(value) for key, value in (headers or {}).items()}
     endpoint = Endpoint(url=url, headers=secrets, sleeps=sleeps, inference_url=inference_url)
     return Connect((endpoint, token))
 
 
-class Connect:
+class Connect(_Unopened):
     """A connection on its way: enter it with `async with`, or `await` it."""
 
     def __init__(self, to: str | tuple[Endpoint, str]) -> None:
@@ -377,12 +418,36 @@ def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
 
 
 def store_url(provider: str, store: str | None) -> str:
-    """The URL of `store`: a folder becomes absolute, none is this user's own folder."""
+    """The URL of `store`: a folder becomes absolute, none is this user's own folder.
+
+    Raises:
+        ConfigError: It begins like a URL and is none, or there has to be one and is none.
+    """
+    if store is not None and "://" in store:
+        return store
+    if store is not None and (kind := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", store)):
+        raise ConfigError(
+            f"The store {store!r} is neither a URL nor a folder. A URL has two slashes, as in "
+            f"{kind[1]}://my-bucket/art; a folder of such a name is ./{store}"
+        )
     if store is not None:
-        return store if "://" in store else Path(store).expanduser().resolve().as_uri()
+        return Path(store).expanduser().resolve().as_uri()
     if provider != "local":
         raise ConfigError(
-            f"A cluster on {provider} needs store=, the URL where its steps are kept: what is on "
-            "its own disk goes with the machine."
+            f"A cluster on {provider} needs a store (store=, or --store on the command line): the "
+            "URL where its steps are kept. What is on its own disk goes with the machine."
         )
     return (home() / "store").as_uri()
+
+
+def _base_model(provider: str, base_model: str) -> str:
+    """Its name, or its whole path; refuses what is written as a folder of this machine's and is
+    none, before anything is started."""
+    found = whole_path(base_model)
+    is_path = base_model.startswith((".", "/", "~"))
+    if not base_model or (provider == "local" and is_path and not Path(found).is_dir()):
+        raise ConfigError(
+            f"There is no folder {base_model!r} on this machine. Give the folder of a model, or "
+            "its name on the Hugging Face hub, such as Qwen/Qwen3-0.6B."
+        )
+    return found

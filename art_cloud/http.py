@@ -15,6 +15,7 @@ from .errors import (
     BY_CODE,
     ArtCloudError,
     AuthError,
+    ConfigError,
     InvalidRequestError,
     ServerError,
     ServerStoppingError,
@@ -29,6 +30,8 @@ B = TypeVar("B", bound=BaseModel)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 GATEWAY_STATUSES = {502, 503, 504}
+PERMANENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
+"""What no second try can cure: the request itself is none."""
 NOT_DELIVERED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -66,7 +69,7 @@ class Patience:
                 "is up: art-cloud status. Work that reached it goes on there."
             ) from error
         if reason != self._said:
-            say(f"{self.what}: {reason}. Trying again for {left:.0f} s.")
+            say(f"{self.what}: {reason.rstrip('.')}. Trying again for {left:.0f} s.")
             self._said = reason
         await asyncio.sleep(min(self._pause, left))
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
@@ -89,6 +92,7 @@ class ServerClient:
         transport: httpx.AsyncBaseTransport | None = None,
         recover: Recover | None = None,
     ) -> None:
+        check_url(url)
         self.patience = patience
         self.recover = recover
         self._client = httpx.AsyncClient(
@@ -124,8 +128,10 @@ class ServerClient:
 
         Raises:
             ServerUnavailableError: nobody answered for `patience` seconds.
+            ConfigError: the connection was closed, or the request can't be sent to anybody.
             ArtCloudError: what the server answered, as the class that it named.
         """
+        self._check_open()
         body = content.model_dump_json().encode() if isinstance(content, BaseModel) else content
         headers = {} if call_id is None else {CALL_ID: call_id}
         patience = Patience(f"{method} {self.url}", self.patience)
@@ -135,6 +141,8 @@ class ServerClient:
                 if (failure := failure_of(response)) is None:
                     return response.content
                 raise failure
+            except PERMANENT as error:
+                raise ConfigError(f"{method} {self.url}: {error}") from error
             except httpx.TransportError as error:
                 if not repeatable and not isinstance(error, NOT_DELIVERED):
                     raise ServerUnavailableError(
@@ -156,6 +164,7 @@ class ServerClient:
         """
         from httpx_sse import aconnect_sse
 
+        self._check_open()
         patience = Patience(f"Job {job} at {self.url}", self.patience)
         path, last = f"jobs/{job}/events", 0
         while True:
@@ -183,6 +192,13 @@ class ServerClient:
                 patience.heard()
             await self._wait(patience, dropped)
 
+    def _check_open(self) -> None:
+        if self._client.is_closed:
+            raise ConfigError(
+                f"The connection to {self.url} was closed: its `async with` block has ended. Call "
+                "it inside of the block, or connect again."
+            )
+
     async def _wait(self, patience: Patience, error: Exception) -> None:
         if self.recover is not None and await self.recover():
             patience.heard()
@@ -191,6 +207,19 @@ class ServerClient:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def check_url(url: str) -> None:
+    """Raises `ConfigError` if no server can be asked at `url`."""
+    try:
+        parsed = httpx.URL(url)
+        is_web = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except httpx.InvalidURL:
+        is_web = False
+    if not is_web:
+        raise ConfigError(
+            f"{url!r} is not the address of a server. Write it whole, as in http://127.0.0.1:8321."
+        )
 
 
 def is_loopback(url: str) -> bool:

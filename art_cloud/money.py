@@ -113,7 +113,8 @@ def choose(spec: ClusterSpec, offers: Sequence[Offer]) -> Offer:
         if not cheapest.price_per_hour:
             raise ConfigError(
                 f"A budget needs a price, and {spec.provider} knows none of this machine. Give "
-                "what it costs (price_per_hour=), or a deadline= instead of the budget."
+                "what it costs (price_per_hour=, or -o price_per_hour= on the command line), or a "
+                "deadline instead of the budget."
             )
         life = spec.model_copy(update={"offer": cheapest}).life_seconds
         if life < SHORTEST_LIFE:

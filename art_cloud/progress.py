@@ -32,7 +32,9 @@ from rich.progress import (
 from rich.text import Text
 
 MILESTONES = 4
-"""Lines that a whole bar makes where there is no terminal."""
+"""Lines that a whole bar makes where there is no terminal, at most."""
+PAUSE_SECONDS = 10.0
+"""What is over sooner makes one line, its last."""
 
 console = Console(stderr=True)
 
@@ -124,22 +126,29 @@ class _TerminalBar(Bar):
 class _LineBar(Bar):
     def __init__(self, description: str, total: float | None, in_bytes: bool = False) -> None:
         super().__init__(description, total, in_bytes)
-        self.start = time.monotonic()
+        self.start = self.shown_at = time.monotonic()
         self.reached = 0
+        self.shown = 0.0
+        """What was done when the last line was printed."""
+        self.note: str | None = None
 
     def _show(self, note: str | None) -> None:
-        if not self.total:
-            return
-        milestone = int(MILESTONES * self.done / self.total)
-        if milestone > self.reached:
+        self.note = note or self.note
+        milestone = int(MILESTONES * self.done / self.total) if self.total else 0
+        if milestone > self.reached and time.monotonic() - self.shown_at >= PAUSE_SECONDS:
             self.reached = milestone
-            elapsed = time.monotonic() - self.start
-            done, total = (
-                filesize.decimal(int(amount)) if self.in_bytes else f"{amount:g}"
-                for amount in (self.done, self.total)
-            )
-            words = [f"{self.description}: {done}/{total} in {elapsed:.0f} s", note]
-            console.print(", ".join(filter(None, words)), highlight=False, markup=False)
+            self.print()
+
+    def print(self) -> None:
+        if not self.total or self.done == self.shown:
+            return
+        self.shown, self.shown_at = self.done, time.monotonic()
+        done, total = (
+            filesize.decimal(int(amount)) if self.in_bytes else f"{amount:g}"
+            for amount in (self.done, self.total)
+        )
+        words = f"{self.description}: {done}/{total} in {self.shown_at - self.start:.0f} s"
+        console.print(", ".join(filter(None, [words, self.note])), highlight=False, markup=False)
 
 
 def enabled() -> bool:
@@ -163,7 +172,11 @@ def progress(
         finally:
             _terminal.remove(bar, bar.task)
     else:
-        yield _LineBar(description, total, in_bytes)
+        line = _LineBar(description, total, in_bytes)
+        try:
+            yield line
+        finally:
+            line.print()
 
 
 def say_once(message: str) -> None:

@@ -43,6 +43,8 @@ VERSION = "Art-Version"
 POLICY = "Art-Policy"
 
 Metrics = dict[str, float]
+EngineName = Literal["transformers", "vllm"]
+"""What samples on a server."""
 Durability = Literal["sync", "async"]
 """When a job is done: once its step is in the store, or once it is served."""
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from sysconfig import get_path
 from traceback import extract_tb
 from typing import Any, Literal, TypeAlias, TypeVar, overload
@@ -255,6 +256,11 @@ async def _run(
 
 
 def _start(group: Awaitable[TrajectoryGroup], watch: _Watch) -> asyncio.Future[TrajectoryGroup]:
+    if not isawaitable(group):
+        raise ConfigError(
+            f"A {type(group).__name__} is no group to await. Give TrajectoryGroup(rollout(...) for "
+            "_ in range(8)), or a coroutine that returns a TrajectoryGroup."
+        )
     token = _watch.set(watch)
     try:
         return asyncio.ensure_future(group)

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 
-from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,6 +18,7 @@ from .money import Receipt
 from .protocol import Clock, ServerInfo
 from .providers import Offer
 from .sweep import Finding
+from .tables import make_table, output
 
 BAR_WIDTH = 24
 NEAR_THE_END = 0.2
@@ -26,12 +26,12 @@ NEAR_THE_END = 0.2
 
 
 def print_status(found: Sequence[ClusterStatus]) -> None:
-    Console().print(_status(found))
+    output().print(_status(found))
 
 
 async def watch(look: Callable[[], Awaitable[list[ClusterStatus]]], seconds: float) -> None:
     """Show the status as it changes, until cancelled."""
-    console = Console()
+    console = output()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             live.update(_status(await look()), refresh=True)
@@ -58,7 +58,7 @@ def _status(found: Sequence[ClusterStatus]) -> RenderableType:
         for one in found
     ]
     columns = ("name", "provider", "state", "steps", "now", "up for", "cost", "ends in")
-    return _table(columns, rows)
+    return make_table(columns, rows)
 
 
 def _in_full(one: ClusterStatus) -> RenderableType:
@@ -95,7 +95,7 @@ def _in_full(one: ClusterStatus) -> RenderableType:
 
 def print_timeline(one: ClusterStatus) -> None:
     if not one.phases:
-        Console().print(f"What starting {one.name} took is not recorded here.")
+        output().print(f"What starting {one.name} took is not recorded here.")
         return
     whole = sum(seconds for _, seconds in one.phases)
     grid = Table.grid(padding=(0, 2))
@@ -103,7 +103,7 @@ def print_timeline(one: ClusterStatus) -> None:
         bar = ProgressBar(whole, seconds, width=BAR_WIDTH)
         grid.add_row(label, bar, Text(f"{seconds:.1f} s", justify="right"))
     grid.add_row(Text("in all"), "", Text(f"{whole:.1f} s", justify="right"))
-    Console().print(grid)
+    output().print(grid)
 
 
 def print_offers(found: Sequence[Offer], hours: float) -> None:
@@ -119,7 +119,7 @@ def print_offers(found: Sequence[Offer], hours: float) -> None:
         for one in found
     ]
     columns = ("provider", "region", "machine", "", "an hour", f"{hours:g} hours")
-    Console().print(_table(columns, rows))
+    output().print(make_table(columns, rows))
 
 
 def print_receipts(found: Sequence[Receipt]) -> None:
@@ -140,8 +140,8 @@ def print_receipts(found: Sequence[Receipt]) -> None:
         )
     columns = ("name", "provider", "launched", "for", "cost", "steps", "a step", "tokens")
     least, most = (sum(one.cost[end] for one in found) for end in (0, 1))
-    console = Console()
-    console.print(_table(columns, rows))
+    console = output()
+    console.print(make_table(columns, rows))
     whole = f"${most:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"${least:.2f} to ${most:.2f}"
     console.print(f"In all: {whole}", highlight=False)
 
@@ -152,14 +152,7 @@ def print_findings(found: Sequence[Finding]) -> None:
         for one in found
     ]
     if rows:
-        Console().print(_table(("name", "provider", "what", ""), rows))
-
-
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(*columns, box=SIMPLE)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        output().print(make_table(("name", "provider", "what", ""), rows))
 
 
 def _newest(policies: list[str]) -> list[str]:

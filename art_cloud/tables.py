@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +19,9 @@ from .checkpoints import Manifest
 from .protocol import CheckpointInfo
 from .trajectory_files import TrajectoryFile
 from .upkeep import Damage
+
+WIDE = 2000
+"""Columns: more than any line has."""
 
 
 def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
@@ -33,7 +39,7 @@ def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
     ]
     print_table(("step", "made by", "at", "size", *shown), rows)
     if len(names) > len(shown):
-        Console().print(f"{len(names) - len(shown)} more metrics with --json")
+        output().print(f"{len(names) - len(shown)} more metrics with --json")
 
 
 def print_history(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -52,7 +58,7 @@ def print_history(rows: Sequence[Mapping[str, Any]]) -> None:
         ],
     )
     if len(names) > len(shown):
-        Console().print(f"{len(names) - len(shown)} more metrics with --json or --csv")
+        output().print(f"{len(names) - len(shown)} more metrics with --json or --csv")
 
 
 def print_models(newest: Sequence[Manifest]) -> None:
@@ -72,10 +78,26 @@ def print_trajectory_files(files: Sequence[TrajectoryFile]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*columns, box=SIMPLE)
+    output().print(make_table(columns, rows))
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose first column is shown whole, however narrow the terminal is: it has the name
+    that is typed next."""
+    first = [columns[0], *(row[0] for row in rows)]
+    table = Table(box=SIMPLE)
+    for place, column in enumerate(columns):
+        whole = max(map(cell_len, first)) if place == 0 else None
+        table.add_column(column, min_width=whole, no_wrap=place == 0, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    return table
+
+
+def output() -> Console:
+    """Standard output; what goes to a file or another program is as wide as it needs to be."""
+    is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=WIDE if is_wide else None)
 
 
 def _when(time: datetime) -> str:

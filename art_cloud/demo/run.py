@@ -10,6 +10,7 @@ from typing import Any
 from ..cluster import up
 from ..config import SFTConfig, TrainConfig
 from ..model import TrainableModel
+from ..protocol import EngineName
 from ..trajectory import History, Message, Messages, Trajectory
 from .experiment import Experiment, Result, run_experiment
 from .game import REWARDS, Game
@@ -78,7 +79,7 @@ def tic_tac_toe(steps: int) -> Experiment[int]:
 
 
 async def run_demo(
-    folder: Path, *, steps: int = 40, control: bool = False, engine: str = "transformers"
+    folder: Path, *, steps: int = 40, control: bool = False, engine: EngineName = "transformers"
 ) -> Result:
     """Train the agent with a server of its own; `folder` keeps its base model and its steps.
 

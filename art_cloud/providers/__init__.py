@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, Field, JsonValue, NonNegativeFloat, Positive
 from ..config import Frozen
 from ..durations import reserve
 from ..errors import ConfigError
-from ..protocol import Durability
+from ..protocol import Durability, EngineName
 
 ENTRY_POINTS = "art_cloud.providers"
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
@@ -43,7 +43,7 @@ class ClusterSpec(Frozen):
     provider: str
     store: str
     base_model: str | None = None
-    engine: str = "transformers"
+    engine: EngineName = "transformers"
     durability: Durability = "sync"
     lease_seconds: PositiveFloat = 600.0
     idle_seconds: PositiveFloat = 900.0
@@ -198,11 +198,20 @@ def provider_names() -> list[str]:
 
 
 def get_provider(name: str) -> Provider:
+    return _load(_point(name))
+
+
+def check_provider(name: str) -> None:
+    """Raises `ConfigError` if there is no provider of this name; loads nothing."""
+    _point(name)
+
+
+def _point(name: str) -> EntryPoint:
     points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]
     if not points:
         known = ", ".join(provider_names()) or "none: is art-cloud installed?"
         raise ConfigError(f"There is no provider {name!r}. Known are: {known}.")
-    return _load(points[0])
+    return points[0]
 
 
 def _load(point: EntryPoint) -> Provider:

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
+from ..doctor import Check
 from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ..registry import home
 from . import ClusterSpec, Endpoint, Instance, Offer
@@ -32,6 +33,8 @@ from . import ClusterSpec, Endpoint, Instance, Offer
 if TYPE_CHECKING:
     import psutil
 
+PACKAGES = ("torch", "transformers", "peft", "uvicorn", "psutil")
+"""Of the `server` extra: those that tell whether it is installed."""
 POLL_SECONDS = 0.1
 ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
@@ -75,7 +78,7 @@ class LocalProvider:
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
         """Start the server; `ConfigError` if the `server` extra is not installed."""
-        _require("torch", "transformers", "peft", "uvicorn", "psutil")
+        _require(*PACKAGES)
         folder = _folder(name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
@@ -122,6 +125,11 @@ class LocalProvider:
             if not (server and server.leader) and not _is_locked(name):
                 raise _ended(name)
             await asyncio.sleep(POLL_SECONDS)
+
+    async def check(self) -> list[Check]:
+        """For `art-cloud doctor`: `ConfigError` if the `server` extra is not installed."""
+        _require(*PACKAGES)
+        return []
 
     async def list(self) -> list[Instance]:
         _require("psutil")

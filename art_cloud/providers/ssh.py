@@ -126,7 +126,8 @@ class SSHProvider:
                 yield line
 
     async def check(self) -> Sequence[Check]:
-        """For `art-cloud doctor`: every host that is known."""
+        """For `art-cloud doctor`: what ssh needs here, and every host that is known."""
+        require_ssh()
         return await asyncio.gather(*map(_check_host, _known_routes()))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -26,7 +25,6 @@ from .training import BaseModel
 
 log = logging.getLogger(__name__)
 
-EngineName = Literal["transformers", "vllm"]
 
 SLOTS = 8
 TRAINED_BYTES = 16

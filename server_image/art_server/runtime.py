@@ -32,11 +32,11 @@ from art_cloud.errors import (
     StoreFullError,
 )
 from art_cloud.names import ModelName, PolicyName
-from art_cloud.protocol import Durability, ModelInfo, Sample
+from art_cloud.protocol import Durability, EngineName, ModelInfo, Sample
 from art_cloud.store import NO_SPACE, open_store
 
 from .canary import Canary
-from .engines import EngineName, make_engine
+from .engines import make_engine
 from .inference import Engine, EngineStats
 from .inference.placement import Mode
 from .inference.vllm_process import find_python

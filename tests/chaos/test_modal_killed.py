@@ -18,6 +18,9 @@ __all__ = ["home"]
 STARTING, ENDING = 7, 3
 """Kill points at most: until the sandbox is there, and while a launch that failed is cleared up."""
 
+NO_STORE = "file:///proc/no-store-can-be-here"
+"""The server ends at once."""
+
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
@@ -32,16 +35,15 @@ async def test_up_killed(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    store = (tmp_path / "store").as_uri()
-    starts = ("up", "modal", "--name", NAME, "-o", "gpu=H100", "--store", store)
-    walk = Walk(home, (*starts, "--engine", "none"), plane.environment)
+    starts = ("up", "modal", "--name", NAME, "-o", "gpu=H100", "--store")
+    walk = Walk(home, (*starts, NO_STORE), plane.environment)
     places = walk.places(code=1)
     waits, clears = (
         index(places, "modal.py:ModalProvider.endpoint"),
         index(places, "cluster.py:_end_ours"),
     )
     ends = Walk(home, walk.arguments, plane.environment)
-    begins = Walk(home, starts, plane.environment)
+    begins = Walk(home, (*starts, (tmp_path / "store").as_uri()), plane.environment)
     points = [(begins, point) for point in spread(places[: waits + 1], STARTING)]
     points += [(ends, point) for point in spread(places[clears:], ENDING)]
     left = 0

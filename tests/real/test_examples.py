@@ -72,7 +72,10 @@ def test_an_experiment_trains_and_draws(name: str, folder: Path) -> None:
     ("options", "message"),
     [
         (["-o", "nonsense"], "'nonsense' is not KEY=VALUE"),
-        (["--provider", "nowhere"], "A cluster on nowhere needs store="),
+        (
+            ["--provider", "nowhere"],
+            "There is no provider 'nowhere'",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_told_without_a_traceback(

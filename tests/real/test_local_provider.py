@@ -64,6 +64,8 @@ async def test_from_up_to_down(
 
         async with art.up("local", name="one") as again:
             assert again.url == backend.url
+        stays = "one stays, it ran before this program. It ends by itself after 10m without a"
+        assert stays in capfd.readouterr().err.replace("\n", " ")
         async with art.connect(name="one") as third:
             assert third.url == backend.url
         with pytest.raises(AuthError):

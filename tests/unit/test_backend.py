@@ -157,6 +157,59 @@ async def test_nobody_at_the_address() -> None:
         await art.Backend(f"http://127.0.0.1:{port}", TOKEN, patience=0.3).info()
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "box", "s3://bucket"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(art.ConfigError, match="not the address of a server"):
+        art.Backend(url, TOKEN)
+
+
+async def test_a_request_that_can_never_be_sent_is_not_tried_again(server: StandIn) -> None:
+    backend = art.Backend(server.url, "a token\nof two lines", patience=3600)
+    with pytest.raises(art.ConfigError, match=f"GET {server.url}: "):
+        await backend.info()
+    await backend.close()
+
+
+async def test_after_its_block_a_backend_says_that_it_has_ended(server: StandIn) -> None:
+    async with art.Backend(server.url, TOKEN) as backend:
+        model = art.TrainableModel[None](name="m", project="p", base_model="tiny")
+        await model.register(backend)
+        made = await groups(model)
+    for call in (backend.info(), backend.train(model, made), model.get_step(), model.log(made)):
+        with pytest.raises(art.ConfigError, match=r"was closed: its `async with` block has ended"):
+            await call
+
+
+async def test_a_model_without_a_base_model(backend: art.Backend) -> None:
+    model = art.TrainableModel[None](name="m", project="p", base_model="")
+    with pytest.raises(art.ConfigError, match="p/m names no base_model"):
+        await model.register(backend)
+
+
+async def test_what_is_no_list_of_groups(
+    backend: art.Backend, model: art.TrainableModel[None]
+) -> None:
+    [group] = await groups(model)
+    with pytest.raises(art.ConfigError, match=r"a Trajectory\. Of one group: train\("):
+        await backend.train(model, group)  # type: ignore[arg-type]
+    with pytest.raises(art.ConfigError, match="one item is a list"):
+        await backend.train(model, [[group]])  # type: ignore[list-item]
+
+
+async def test_steps_without_a_signal_are_told_of_now_and_then(
+    backend: art.Backend, server: StandIn, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(20):
+        metrics = {"groups": 2.0, "groups_without_signal": 2.0}
+        backend._say_nothing_learned(
+            art.TrainResult(step=step, policy=f"p/m@{step}", metrics=metrics)
+        )
+    told = capfd.readouterr().err
+    assert told.count("all rewards are equal") == 1
+    assert told.count("nothing to learn in") == 2
+    assert "p/m@19: nothing to learn in 20 steps so far." in told
+
+
 async def test_a_wrong_token_gives_no_hint(server: StandIn) -> None:
     with pytest.raises(art.AuthError) as info:
         await art.Backend(server.url, "another-token").info()

@@ -123,6 +123,10 @@ def test_an_unknown_cluster_is_a_message_without_a_traceback(arguments: tuple[st
     [
         (("up", "--idle", "soon"), "'soon' is not a duration"),
         (("up", "moon", "--store", "s3://b"), "There is no provider 'moon'"),
+        (("up", "moon"), "There is no provider 'moon'"),
+        (("up", "--store", "s3:/b"), "neither a URL nor a folder"),
+        (("up", "--model", "./nothere"), "no folder './nothere' on this machine"),
+        (("up", "--budget", "5"), "-o price_per_hour="),
         (("up", "--name", "a/b"), "'a/b' is not a valid name"),
         (("checkpoints", "ls", "games"), "Write it as project/model"),
         (("checkpoints", "ls", "a/b", "--store", "ftp://x"), "no store of kind 'ftp'"),
@@ -138,11 +142,40 @@ def test_what_cannot_be_meant_is_told(arguments: tuple[str, ...], message: str) 
     assert Registry().list() == []
 
 
-@pytest.mark.parametrize("arguments", [("down",), ("down", "a", "--all"), ("upp",), ("logs",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("down",),
+        ("down", "a", "--all"),
+        ("upp",),
+        ("logs",),
+        ("up", "--engine", "vlm"),
+    ],
+)
 def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert "Usage: " in done.stderr
+
+
+LONG = "art-somebody-with-a-long-name-on-a-machine-of-a-provider-skypilot"
+
+
+def test_names_are_never_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a narrow terminal other columns fold; in a pipe a row is one line, however long."""
+    for name in (LONG[:64], "b"):
+        Registry().claim(name, ClusterSpec(provider="local", store="file:///s"))
+    store = (tmp_path / "store").as_uri()
+    make_steps(store, 1)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert LONG[:64] in run("status").stdout
+    monkeypatch.delenv("COLUMNS")
+    lines = run("status").stdout.splitlines()
+    [row] = [line for line in lines if LONG[:64] in line]
+    assert "stopped" in row
+    assert "its launch broke off" in row
+    run("down", "--all", "--yes")
+    assert LONG[:64] in run("receipts").stdout
 
 
 def test_down_all_asks_first() -> None:

@@ -5,9 +5,11 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import art_cloud as art
 from art_cloud import cluster, fleet, providers
 from art_cloud.durations import parse_duration
 from art_cloud.errors import ConfigError, NotFoundError
@@ -41,8 +43,50 @@ def test_a_store_folder_means_the_same_from_everywhere(
     assert cluster.store_url("local", "runs") == (tmp_path / "runs").as_uri()
     assert cluster.store_url("local", "s3://bucket/art") == "s3://bucket/art"
     assert cluster.store_url("local", None) == (home() / "store").as_uri()
-    with pytest.raises(ConfigError, match="needs store="):
+    with pytest.raises(ConfigError, match=r"needs a store \(store=, or --store"):
         cluster.store_url("elsewhere", None)
+
+
+@pytest.mark.parametrize("store", ["s3:/oops", "s3:bucket/art", "gs:/bucket", "S3:x"])
+def test_what_begins_like_a_url_is_no_folder(store: str) -> None:
+    with pytest.raises(ConfigError, match=r"neither a URL nor a folder.*two slashes"):
+        cluster.store_url("local", store)
+
+
+@pytest.mark.parametrize("more", [{}, {"engine": "vlm"}, {"base_model": "./nothere"}])
+def test_the_name_of_the_provider_comes_first(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"no provider 'locl'\. Known are: .*local"):
+        cluster.up("locl", **more)
+
+
+def test_engine_and_folder_of_the_model_are_looked_at_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"up\(engine\): .*'transformers' or 'vllm'"):
+        cluster.up("local", engine="vlm")  # type: ignore[arg-type]
+    for folder in ("./nothere", "../nothere", "~/nothere", "/not/here", ""):
+        with pytest.raises(ConfigError, match=f"no folder '{folder}' on this machine"):
+            cluster.up("local", base_model=folder)
+    (tmp_path / "tiny").mkdir()
+    for name in ("tiny", "./tiny"):
+        assert cluster.up("local", base_model=name)._spec.base_model == str(tmp_path / "tiny")
+    elsewhere = cluster.up("ssh", base_model="/models/qwen", store="s3://bucket/art")
+    assert elsewhere._spec.base_model == "/models/qwen"
+
+
+def test_a_backend_that_is_not_entered_yet_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"no 'train'.*async with art\.up\(\.\.\.\) as backend"):
+        cluster.up("local").train()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"backend = await art\.connect\(\.\.\.\)"):
+        cluster.connect(name="mine").info()  # type: ignore[attr-defined]
+    assert not hasattr(cluster.up("local"), "_repr_html_")
+
+
+async def test_a_model_is_not_registered_with_what_is_no_backend_yet() -> None:
+    model = art.TrainableModel[None](name="m", project="p", base_model="tiny")
+    with pytest.raises(ConfigError, match=r"no 'register'.*async with art\.up"):
+        await model.register(cluster.up("local"))  # type: ignore[arg-type]
 
 
 async def test_an_unknown_provider_is_refused_before_anything_is_recorded() -> None:
@@ -105,6 +149,16 @@ async def test_connect_wants_an_address_or_a_name() -> None:
         cluster.connect("http://127.0.0.1:1", "token", name="mine")
     with pytest.raises(NotFoundError, match=r"no cluster 'nope'\. Known are: none"):
         await cluster.connect(name="nope")
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8321", "localhost:8321", "gpu-box", "ftp://box:1", "http://", "http://b:no"]
+)
+def test_connect_refuses_at_once_what_can_never_answer(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"not the address of a server.*http://127\.0\.0\.1:8321"):
+        cluster.connect(url, "token")
+    with pytest.raises(ConfigError, match="not the address of a server"):
+        cluster.connect("http://127.0.0.1:1", "token", inference_url=url)
 
 
 async def test_a_cluster_that_never_started_is_shown_and_ended() -> None:

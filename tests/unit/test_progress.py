@@ -53,6 +53,24 @@ def test_without_a_terminal_bytes_have_units_too(monkeypatch: pytest.MonkeyPatch
     assert written.getvalue().startswith("pull: 4.0 MB/4.0 MB in ")
 
 
+def test_without_a_terminal_what_is_over_soon_makes_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written, now = io.StringIO(), [0.0]
+    monkeypatch.delenv("ART_PROGRESS", raising=False)
+    monkeypatch.setattr(progress, "console", Console(file=written))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.progress("gather", total=8) as bar:
+        for done in range(1, 9):
+            bar.update(done)
+    assert written.getvalue().splitlines() == ["gather: 8/8 in 0 s"]
+    with progress.progress("gather", total=8) as bar:
+        for done in range(1, 9):
+            now[0] += progress.PAUSE_SECONDS
+            bar.update(done)
+    assert len(written.getvalue().splitlines()) == 1 + progress.MILESTONES
+
+
 def test_an_error_in_the_block_ends_the_bar(terminal: io.StringIO) -> None:
     with pytest.raises(ValueError, match="no"), progress.progress("play", total=4):
         raise ValueError("no")

@@ -195,6 +195,12 @@ async def test_a_bug_that_a_library_found_is_told_with_the_line_that_called_it()
         await art.gather_trajectories([parse()])
 
 
+async def test_what_is_no_group_to_await() -> None:
+    for odd in ([1], "group", None):
+        with pytest.raises(art.ConfigError, match=rf"A {type(odd).__name__} is no group to await"):
+            await art.gather_trajectory_groups([odd])  # type: ignore[list-item]
+
+
 async def test_a_rollout_that_returns_something_else_is_a_failure() -> None:
     async def nothing() -> None:
         return None
@@ -270,7 +276,7 @@ async def test_progress_is_lines_where_there_is_no_terminal(
     err = capfd.readouterr().err
     assert "play: 20/20" in err
     assert "reward 1.000" in err
-    assert len(err.splitlines()) == 4
+    assert len(err.splitlines()) == 1
     monkeypatch.setenv("ART_PROGRESS", "0")
     await art.gather_trajectories([rollout(1)], pbar_desc="play")
     assert capfd.readouterr().err == ""
