@@ -148,7 +148,7 @@ class _LineBar(Bar):
             for amount in (self.done, self.total)
         )
         words = f"{self.description}: {done}/{total} in {self.shown_at - self.start:.0f} s"
-        console.print(", ".join(filter(None, [words, self.note])), highlight=False, markup=False)
+        say(", ".join(filter(None, [words, self.note])))
 
 
 def enabled() -> bool:
@@ -191,4 +191,4 @@ _said: set[str] = set()
 
 def say(message: str) -> None:
     """Print one line, above the bars if there are any. It is shown even where bars are off."""
-    console.print(message, highlight=False, markup=False)
+    console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -2,7 +2,8 @@
 
     python examples/modal_rollouts/train.py --modal --gpu L4 --store s3://my-bucket/art
 
-The agent learns to answer with one word, and the right one. Run it again: it goes on where it was.
+The agent learns to name a capital in a sentence of eight words. Run it again: it goes on where
+it was.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from typing import Any
 import art_cloud as art
 
 CAPITALS = {"Peru": "Lima", "Kenya": "Nairobi", "Latvia": "Riga", "Nepal": "Kathmandu"}
+FORM = "Answer in one sentence of exactly eight words."
+"""Most answers earn a part of the reward: what attempts differ by is what is learned from."""
 
 
 async def rollout(model: art.TrainableModel[Any], country: str) -> art.Trajectory:
     question: art.Messages = [
-        {"role": "user", "content": f"What is the capital of {country}? One word."}
+        {"role": "user", "content": f"What is the capital of {country}? {FORM}"}
     ]
     answer = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(), messages=question, max_tokens=8
+        model=model.get_inference_name(),
+        messages=question,
+        max_tokens=32,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    words = (answer.choices[0].message.content or "").strip(" .\n").split()
-    reward = float(CAPITALS[country] in words) + 0.5 * float(len(words) == 1)
+    said = answer.choices[0].message.content or ""
+    reward = 0.5 * float(CAPITALS[country] in said) + 0.5 / (1 + abs(len(said.split()) - 8))
     return art.Trajectory(messages_and_choices=[*question, answer.choices[0]], reward=reward)
 
 
@@ -85,7 +91,7 @@ async def main() -> None:
         first = await model.get_step()
         for _ in range(first, first + 1 if arguments.smoke else arguments.steps):
             groups = await where.groups(model, countries, attempts)
-            result = await backend.train(model, groups, learning_rate=1e-5)
+            result = await backend.train(model, groups, learning_rate=5e-5)
             print(f"step {result.step}: reward {result.metrics['reward']:.2f}")
 
 

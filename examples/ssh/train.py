@@ -2,7 +2,8 @@
 
     python examples/ssh/train.py --host gpu-box --store s3://my-bucket/art
 
-The agent learns to answer with one word, and the right one. Run it again: it goes on where it was.
+The agent learns to name a capital in a sentence of eight words. Run it again: it goes on where
+it was.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import art_cloud as art
 
 CAPITALS = {"Peru": "Lima", "Kenya": "Nairobi", "Latvia": "Riga", "Nepal": "Kathmandu"}
+FORM = "Answer in one sentence of exactly eight words."
+"""Most answers earn a part of the reward: what attempts differ by is what is learned from."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -38,19 +41,24 @@ def cluster(arguments: argparse.Namespace) -> AbstractAsyncContextManager[art.Ba
 
 async def rollout(model: art.TrainableModel[Any], country: str, capital: str) -> art.Trajectory:
     question: art.Messages = [
-        {"role": "user", "content": f"What is the capital of {country}? One word."}
+        {"role": "user", "content": f"What is the capital of {country}? {FORM}"}
     ]
     answer = await model.openai_client().chat.completions.create(
-        model=model.get_inference_name(), messages=question, max_tokens=8
+        model=model.get_inference_name(),
+        messages=question,
+        max_tokens=32,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    words = (answer.choices[0].message.content or "").strip(" .\n").split()
-    reward = float(capital in words) + 0.5 * float(len(words) == 1)
+    said = answer.choices[0].message.content or ""
+    reward = 0.5 * float(capital in said) + 0.5 / (1 + abs(len(said.split()) - 8))
     return art.Trajectory(messages_and_choices=[*question, answer.choices[0]], reward=reward)
 
 
 async def main() -> None:
     arguments = parse_arguments()
-    model = art.TrainableModel(name="one-word", project="capitals", base_model=arguments.base_model)
+    model = art.TrainableModel(
+        name="eight-words", project="capitals", base_model=arguments.base_model
+    )
     tasks = list(CAPITALS.items())[: 2 if arguments.smoke else None]
     attempts = 2 if arguments.smoke else 8
     async with cluster(arguments) as backend:
@@ -61,7 +69,7 @@ async def main() -> None:
                 art.TrajectoryGroup(rollout(model, *task) for _ in range(attempts))
                 for task in tasks
             )
-            result = await backend.train(model, groups, learning_rate=1e-5)
+            result = await backend.train(model, groups, learning_rate=5e-5)
             print(f"step {result.step}: reward {result.metrics['reward']:.2f}")
 
 

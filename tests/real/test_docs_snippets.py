@@ -124,6 +124,7 @@ async def some_groups(model: art.TrainableModel[Any]) -> list[art.TrajectoryGrou
 @pytest.mark.parametrize(
     "page",
     [
+        "docs/agents.md",
         "docs/training.md",
         "docs/server.md",
         "docs/checkpoints.md",
@@ -188,6 +189,14 @@ async def test_the_readme_script_trains(server: Server, tiny_model: Path) -> Non
     output, _ = await process.communicate()
     assert process.returncode == 0
     assert [line.split()[0] for line in output.decode().splitlines()] == ["1", "2"]
+    [look] = [
+        code
+        for language, code in blocks("README.md", server, tiny_model)
+        if language == "sh" and "art-cloud checkpoints" in code
+    ]
+    await run("sh", look, {})  # of the store of the script, whose server has ended
+    assert (server.folder / "best" / "adapter_model.safetensors").is_file()
+    assert list((server.folder / "rollouts").rglob("*.parquet"))
 
 
 MODAL_PAGES = ("docs/modal.md", "launch/modal/README.md")

@@ -20,7 +20,7 @@ from art_cloud import fleet
 from art_cloud.cli import app
 from art_cloud.errors import AuthError, ConfigError, ConflictError, LaunchError
 from art_cloud.providers import get_provider, local
-from art_cloud.registry import Registry
+from art_cloud.registry import Registry, home
 
 from ..waiting import until
 
@@ -64,7 +64,7 @@ async def test_from_up_to_down(
 
         async with art.up("local", name="one") as again:
             assert again.url == backend.url
-        stays = "one stays, it ran before this program. It ends by itself after 10m without a"
+        stays = "one stays, it ran before this program. It ends by itself after 10 m without a"
         assert stays in capfd.readouterr().err.replace("\n", " ")
         async with art.connect(name="one") as third:
             assert third.url == backend.url
@@ -100,8 +100,21 @@ async def test_one_that_another_program_uses_stays_until_down(
     await other.close()
 
     # the same server, found again by a second `up`, is not ended with the second block
-    async with art.up("local", name="shared") as again:
-        assert again.url == backend.url
+    async def join(joined: asyncio.Event) -> None:
+        async with art.up("local", name="shared") as again:
+            assert again.url == backend.url
+            joined.set()
+            await asyncio.Event().wait()
+
+    joined = asyncio.Event()
+    joining = asyncio.create_task(join(joined))
+    await asyncio.wait([joining, asyncio.create_task(joined.wait())], return_when="FIRST_COMPLETED")
+    joining.cancel()  # what Ctrl-C does to a script
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    said = capfd.readouterr().err
+    assert f"Interrupted. The steps made so far are in {(home() / 'store').as_uri()}; " in said
+    assert "shared stays, it ran before this program. It ends by itself after 10 m without" in said
     assert [one.state for one in await fleet.status()] == ["running"]
 
     following = asyncio.create_task(_collect(fleet.logs("shared", follow=True)))
@@ -150,6 +163,7 @@ async def test_the_commands(cluster_home: Path) -> None:
 
 async def test_a_server_that_dies_at_the_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     missing = tmp_path / "no-model"
+    missing.mkdir()
     with pytest.raises(LaunchError) as caught:
         await art.up("local", name="one", base_model=str(missing))
     message = str(caught.value)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import cluster, fleet, providers
+from art_cloud import cluster, doctor, fleet, providers, ssh_login
 from art_cloud.durations import parse_duration
 from art_cloud.errors import ConfigError, NotFoundError
 from art_cloud.providers import ClusterSpec, get_provider, local
@@ -114,6 +115,20 @@ async def test_local_without_the_server_extra_says_what_to_install(
     with pytest.raises(ConfigError, match=r"torch.*pip install 'art-cloud\[server\]'"):
         await cluster.up("local")
     assert await fleet.status() == []
+
+
+async def test_doctor_warns_of_an_extra_that_a_provider_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without(*missing: str) -> Callable[[str], ModuleSpec | None]:
+        return lambda name: None if name in missing else find_spec(name)
+
+    monkeypatch.setattr(local, "find_spec", without("transformers"))
+    monkeypatch.setattr(ssh_login, "find_spec", without("fabric"))
+    for name, extra in (("local", "server"), ("ssh", "ssh")):
+        [check] = await doctor._provider(name)
+        assert check.state == "warning"
+        assert f"pip install 'art-cloud[{extra}]'" in check.message
 
 
 async def test_a_recorded_cluster_is_not_handed_out_as_something_else() -> None:

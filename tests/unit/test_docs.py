@@ -33,6 +33,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+NARROW = [f"docs/{page}.md" for page in ("README", "agents", "benchmarks", "status")]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -172,3 +173,14 @@ def test_no_link_is_dead(page: Path) -> None:
 def test_every_test_that_a_page_names_is_there(page: Path) -> None:
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text()):
         assert f"def {name}(" in read(path)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *NARROW])
+def test_no_line_is_wider_than_a_window(page: str) -> None:
+    assert [line for line in read(page).splitlines() if len(line) > 120] == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = read("docs/README.md")
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"]({page})" not in index} == set()
