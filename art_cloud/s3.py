@@ -202,11 +202,15 @@ class S3Store:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             where = S3Object(self._client, self.bucket, self._blob(blob.sha256))
-            if self._renew(where.key, blob.size):
+            if self.touch_blob(blob):
                 moved(blob.size)
             else:
                 upload(where, source, blob.size, self._pool, moved)
             return blob
+
+    def touch_blob(self, blob: Blob) -> bool:
+        with self._errors(f"look at blob {blob.sha256}"):
+            return self._renew(self._blob(blob.sha256), blob.size)
 
     def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
         where = S3Object(self._client, self.bucket, self._blob(blob.sha256))
