@@ -19,7 +19,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -127,6 +127,8 @@ class Checkpoints:
     def __init__(self, store: Store, name: ModelName) -> None:
         self.store = store
         self.name = name
+        self._entries: dict[str, LoggedMetrics] = {}
+        """What was read of what was logged, by key."""
 
     def steps(self) -> list[int]:
         """The numbers of all steps, in order; empty for a model that was never registered."""
@@ -280,7 +282,7 @@ class Checkpoints:
     def forked(self) -> set[int]:
         """The steps that a model was forked from."""
         keys = self.store.list(f"{self.name}/forks/")
-        return {int(key.rpartition("/")[2].partition("-")[0]) for key in keys}
+        return {_step_of(key) for key in keys}
 
     def log(self, split: str, step: int, metrics: Metrics) -> None:
         """Keep what was measured about a step; `infos` shows it as `split/metric`.
@@ -293,9 +295,13 @@ class Checkpoints:
         key = f"{self.name}/metrics/{step:06d}-{uuid4().hex}.json"
         self.store.create(key, entry.model_dump_json().encode())
 
-    def infos(self) -> list[CheckpointInfo]:
-        """All steps with their metrics, in order. What was logged last for a name counts."""
-        logged = self._logged()
+    def infos(self, *, logged: bool = True) -> list[CheckpointInfo]:
+        """All steps with their metrics, in order. What was logged last for a name counts.
+
+        Args:
+            logged: False: only with the metrics that they were made with.
+        """
+        later = self._logged() if logged else {}
         return [
             CheckpointInfo(
                 project=self.name.project,
@@ -305,9 +311,17 @@ class Checkpoints:
                 created_at=manifest.created_at,
                 bytes=sum(blob.size for blob in manifest.files.values()),
                 call_id=manifest.call_id,
-                metrics=manifest.metrics | logged.get(manifest.step, {}),
+                metrics=manifest.metrics | later.get(manifest.step, {}),
             )
             for manifest in self.manifests()
+        ]
+
+    def with_logged(self, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """These steps, with what was logged for them."""
+        later = self._logged({info.step for info in infos})
+        return [
+            info.model_copy(update={"metrics": info.metrics | later.get(info.step, {})})
+            for info in infos
         ]
 
     def history(self) -> list[dict[str, Any]]:
@@ -325,14 +339,20 @@ class Checkpoints:
             for record in self.records()
         ]
 
-    def _logged(self) -> dict[int, Metrics]:
-        """What was logged for each step, as `split/metric`; of several values the last."""
+    def _logged(self, steps: Collection[int] | None = None) -> dict[int, Metrics]:
+        """What was logged for each step (of these), as `split/metric`; of several values the last.
+
+        What was read once is not read again.
+        """
 
         def parse(key: str) -> LoggedMetrics:
-            return LoggedMetrics.model_validate_json(self.store.read(key))
+            if key not in self._entries:
+                self._entries[key] = LoggedMetrics.model_validate_json(self.store.read(key))
+            return self._entries[key]
 
         logged: dict[int, Metrics] = {}
-        entries = each(parse, self.store.list(f"{self.name}/metrics/"))
+        keys = self.store.list(f"{self.name}/metrics/")
+        entries = each(parse, [key for key in keys if steps is None or _step_of(key) in steps])
         for entry in sorted(entries, key=lambda entry: entry.logged_at):
             found = logged.setdefault(entry.step, {})
             found |= {f"{entry.split}/{name}": value for name, value in entry.metrics.items()}
@@ -471,6 +491,11 @@ def each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """What `work` makes of each item, in order, several at once; the first error ends it."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(work, items))
+
+
+def _step_of(key: str) -> int:
+    """Of a key whose last part begins with the step."""
+    return int(key.rpartition("/")[2].partition("-")[0])
 
 
 def _json(manifest: Manifest) -> bytes:

@@ -1,10 +1,10 @@
 """Every order in which actors can come to a shared thing, tried one after the other.
 
 An actor is a function in a thread of its own. Whatever it does with the shared thing goes through
-`Run.call`, which is a scheduling point: there the actor stands still until it is chosen to go on, or
-crashes. One actor runs at a time, so a run is a list of choices, and the same choices give the same
-run. `explore` goes through the tree of choices depth first, each run from its beginning (as CHESS
-does: Musuvathi et al., "Finding and Reproducing Heisenbugs in Concurrent Programs", OSDI 2008).
+`Run.call`, which is a scheduling point: there the actor stands still until it is chosen to go on,
+or crashes. One actor runs at a time, so a run is a list of choices, and the same choices give the
+same run. `explore` goes through the tree of choices depth first, each run from its beginning, as CHESS
+does (Musuvathi et al., "Finding and Reproducing Heisenbugs in Concurrent Programs", OSDI 2008).
 
 What an actor does next is a function of what its calls gave it. So two runs that have led to the
 same shared state, and each actor to the same answers, go on alike: only one of them is followed.
@@ -55,6 +55,8 @@ class Actor:
     may_crash: bool = True
     waits_for: str = ""
     """What it is about to do."""
+    looks: bool = False
+    """Whether that changes nothing."""
     answers: int = 0
     """A hash of all that it was given."""
     error: BaseException | None = None
@@ -85,14 +87,18 @@ class Run:
         found: Actor | None = getattr(self._here, "actor", None)
         return found.name if found else ""
 
-    def call(self, what: str, work: Callable[[], T]) -> T:
-        """Do `work` on the shared thing, in one go, when this actor is chosen to."""
+    def call(self, what: str, work: Callable[[], T], *, looks: bool = False) -> T:
+        """Do `work` on the shared thing, in one go, when this actor is chosen to.
+
+        Args:
+            looks: it changes nothing. Then to crash before it is the same as to crash after it.
+        """
         actor: Actor | None = getattr(self._here, "actor", None)
         if actor is None:
             return work()
         if actor.crashed:
             raise Crashed
-        actor.waits_for = what
+        actor.waits_for, actor.looks = what, looks
         self._stand(actor)
         try:
             answer: object = work()
@@ -245,7 +251,9 @@ def _choices(run: Run, current: Actor | None, budget: Budget) -> list[Choice]:
         found += [Choice(actor, False, others) for actor in left if actor is not current]
     if budget.crashes:
         dead = Budget(budget.preemptions, budget.crashes - 1)
-        found += [Choice(actor, True, dead) for actor in left if actor.may_crash]
+        found += [
+            Choice(actor, True, dead) for actor in left if actor.may_crash and not actor.looks
+        ]
     return found
 
 

@@ -88,7 +88,9 @@ class Publisher:
                 await saved
                 if uploading is None:
                     runtime.hold(draft.policy)
-                    self.commits.begin(draft, lambda: self._create(draft, folder, upload(), keep, tell))
+                    self.commits.begin(
+                        draft, lambda: self._create(draft, folder, upload(), keep, tell)
+                    )
                 else:
                     draft = await self._create(draft, folder, uploading, keep, tell)
             except BaseException:
