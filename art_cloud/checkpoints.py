@@ -1,15 +1,25 @@
 """The history of one model in a store: numbered steps, each whole, each there once.
 
-A step is a manifest that names its files by content. Its number can be taken once: whoever comes
-second learns who was first, and either finds his own call (the step is counted already) or a rival.
+A step is a manifest that names its files by content. Its number can be taken once, for ever:
+whoever comes second learns who was first, and either finds his own call (the step is counted
+already) or a rival. What makes that hold, however long one of them was stopped in between:
+
+- No key is ever deleted or written again. A step is removed by a key of its own under `removed/`.
+- A model begins once: whoever registers, forks or pushes it creates `first.json`, which carries the
+  whole first manifest. Who finds it without its step finishes it; who comes second goes on from it.
+- The newest step is never removed. So `removed/` is listed before `steps/`: then the newest of what
+  is listed is there, whatever is made and removed between the two listings.
+- A manifest's blobs are made young before it is there, and looked at again afterwards. What garbage
+  collection took away meanwhile is put there again by whoever has the files.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -23,10 +33,14 @@ from .config import Frozen, LoRAConfig, Retention
 from .errors import ConflictError, NotFoundError, RivalError, StoreError
 from .names import ModelName
 from .protocol import CheckpointInfo, Metrics
-from .store import Blob, Store
+from .store import Blob, Store, missing_blob
 from .transfer import Transfer, Watch
 
+log = logging.getLogger(__name__)
+
 Kind = Literal["init", "train", "sft", "fork", "push"]
+BEGINS = ("init", "fork", "push")
+"""Kinds of a model's first step."""
 STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
 AT_ONCE = 8
 """Files that are read or written at once: in S3 each takes a round trip."""
@@ -113,21 +127,24 @@ class Checkpoints:
     def __init__(self, store: Store, name: ModelName) -> None:
         self.store = store
         self.name = name
+        self._entries: dict[str, LoggedMetrics] = {}
+        """What was read of what was logged, by key."""
 
     def steps(self) -> list[int]:
         """The numbers of all steps, in order; empty for a model that was never registered."""
-        return self._numbers("steps")
+        removed = set(self._numbers("removed"))
+        return [step for step in self._numbers("steps") if step not in removed]
 
     def read(self, step: int) -> Manifest:
-        try:
-            return self._parse(self._key(step))
-        except NotFoundError:
+        manifest = self.find(step)
+        if manifest is None or self._is_removed(step):
             steps = self.steps()
             there = f"It has steps {ranges(steps)}." if steps else "It has no steps at all."
-            raise NotFoundError(f"{self.name} has no step {step}. {there}") from None
+            raise NotFoundError(f"{self.name} has no step {step}. {there}")
+        return manifest
 
     def record(self, step: int) -> Manifest:
-        """The step's manifest; of a step that was removed, what is left of it: all but its files.
+        """The step's manifest, also of a step that was removed: then its files may be gone.
 
         Raises `NotFoundError` if there never was such a step.
         """
@@ -135,18 +152,14 @@ class Checkpoints:
 
     def find(self, step: int) -> Manifest | None:
         """The step, removed or not, if there ever was one."""
-        for folder in ("steps", "removed"):
+        for folder in ("steps", "removed"):  # earlier versions left nothing else of a removed step
             with suppress(NotFoundError):
                 return self._parse(self._key(step, folder))
         return None
 
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""
-        kept = self.steps()
-        removed = [step for step in self._numbers("removed") if step not in set(kept)]
-        left = each(self._parse, [self._key(step, "removed") for step in removed])
-        found = [manifest for manifest in each(self.find, kept) if manifest]
-        return sorted(left + found, key=lambda manifest: manifest.step)
+        return [manifest for manifest in each(self.find, self._ever()) if manifest]
 
     def manifests(self) -> list[Manifest]:
         """Of all steps that are there, in order; without those that are removed meanwhile."""
@@ -158,9 +171,16 @@ class Checkpoints:
 
         return [manifest for manifest in each(parse, self.steps()) if manifest]
 
+    def needed(self) -> list[Manifest]:
+        """The manifests whose blobs are no garbage: of all steps that are there or, of a model that
+        is about to begin, of its first one."""
+        with suppress(NotFoundError):
+            return self.manifests() or [self._parse(self._first)]
+        return []
+
     def newest(self) -> Manifest | None:
-        steps = self.steps()
-        return self.read(steps[-1]) if steps else None
+        steps = self._numbers("steps")  # the newest is never removed
+        return self._parse(self._key(steps[-1])) if steps else None
 
     def calls(self) -> dict[str, int]:
         """Which call made which step, be it removed since."""
@@ -172,7 +192,7 @@ class Checkpoints:
         Blobs go first, the manifest last. Returns the manifest that stands; raises `RivalError` if
         another call took the step's number.
         """
-        return self.create(draft.model_copy(update={"files": self.upload(folder)}))
+        return self.create(draft.model_copy(update={"files": self.upload(folder)}), folder)
 
     def upload(self, folder: Path, watch: Watch | None = None) -> dict[str, Blob]:
         """The first half of `commit`: the blobs, by their paths in `folder`."""
@@ -215,20 +235,22 @@ class Checkpoints:
     def delete(self, step: int) -> None:
         """Remove a step; its metrics and its call's id are kept. Its blobs go with the next `gc`.
 
-        The newest stays: a step number is never used twice.
+        The newest stays: the next one builds on it.
         """
-        steps = self.steps()
-        if steps and step == steps[-1]:
+        steps = self._numbers("steps")
+        left = self.read(step).model_copy(update={"files": {}})
+        if not steps or step >= steps[-1]:  # it may have been made after the listing
             raise ConflictError(
                 f"Step {step} is the newest of {self.name} and stays: the next one builds on it. "
                 "Fork the step that you want to go on from, and go on with the fork."
             )
-        left = self.read(step).model_copy(update={"files": {}})
         self.store.create(self._key(step, "removed"), _json(left))
-        self.store.delete(self._key(step))
 
     def fork(self, to: ModelName, step: int | None = None) -> Manifest:
-        """Start `to` with the content of a step (the newest by default). No content is copied."""
+        """Start `to` with the content of a step (the newest by default). No content is copied.
+
+        Raises `ConflictError` if `to` exists, `NotFoundError` if the step or its content is gone.
+        """
         source = self.newest() if step is None else self.read(step)
         if source is None:
             raise NotFoundError(f"{self.name} has no steps in {self.store.url}.")
@@ -237,40 +259,49 @@ class Checkpoints:
             raise ConflictError(f"{to} exists already. Fork to a name that is free.")
         mark = f"{self.name}/forks/{source.step:06d}-{uuid4().hex}.json"
         self.store.create(mark, json.dumps({"to": str(to)}).encode())
-        return target.create(
-            source.model_copy(
-                update={
-                    "project": to.project,
-                    "model": to.model,
-                    "kind": "fork",
-                    "call_id": uuid4().hex,
-                    "parent": Parent(
-                        project=self.name.project, model=self.name.model, step=source.step
-                    ),
-                    "created_at": datetime.now(UTC),
-                }
-            )
+        first = source.model_copy(
+            update={
+                "project": to.project,
+                "model": to.model,
+                "kind": "fork",
+                "call_id": uuid4().hex,
+                "parent": Parent(
+                    project=self.name.project, model=self.name.model, step=source.step
+                ),
+                "created_at": datetime.now(UTC),
+            }
         )
+        try:
+            return target.create(first)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{source.policy} can't be forked, its content is gone: was the step removed "
+                f"meanwhile? There is no {to}. Fork another step. {error}"
+            ) from error
 
     def forked(self) -> set[int]:
         """The steps that a model was forked from."""
         keys = self.store.list(f"{self.name}/forks/")
-        return {int(key.rpartition("/")[2].partition("-")[0]) for key in keys}
+        return {_step_of(key) for key in keys}
 
     def log(self, split: str, step: int, metrics: Metrics) -> None:
         """Keep what was measured about a step; `infos` shows it as `split/metric`.
 
         A model that is only prompted has no steps: what is logged of it is kept under step 0.
         """
-        if self.steps():
+        if self._numbers("steps"):
             self.read(step)
         entry = LoggedMetrics(split=split, step=step, metrics=metrics, logged_at=datetime.now(UTC))
         key = f"{self.name}/metrics/{step:06d}-{uuid4().hex}.json"
         self.store.create(key, entry.model_dump_json().encode())
 
-    def infos(self) -> list[CheckpointInfo]:
-        """All steps with their metrics, in order. What was logged last for a name counts."""
-        logged = self._logged()
+    def infos(self, *, logged: bool = True) -> list[CheckpointInfo]:
+        """All steps with their metrics, in order. What was logged last for a name counts.
+
+        Args:
+            logged: False: only with the metrics that they were made with.
+        """
+        later = self._logged() if logged else {}
         return [
             CheckpointInfo(
                 project=self.name.project,
@@ -280,9 +311,17 @@ class Checkpoints:
                 created_at=manifest.created_at,
                 bytes=sum(blob.size for blob in manifest.files.values()),
                 call_id=manifest.call_id,
-                metrics=manifest.metrics | logged.get(manifest.step, {}),
+                metrics=manifest.metrics | later.get(manifest.step, {}),
             )
             for manifest in self.manifests()
+        ]
+
+    def with_logged(self, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """These steps, with what was logged for them."""
+        later = self._logged({info.step for info in infos})
+        return [
+            info.model_copy(update={"metrics": info.metrics | later.get(info.step, {})})
+            for info in infos
         ]
 
     def history(self) -> list[dict[str, Any]]:
@@ -300,18 +339,35 @@ class Checkpoints:
             for record in self.records()
         ]
 
-    def _logged(self) -> dict[int, Metrics]:
-        """What was logged for each step, as `split/metric`; of several values the last."""
+    def _logged(self, steps: Collection[int] | None = None) -> dict[int, Metrics]:
+        """What was logged for each step (of these), as `split/metric`; of several values the last.
+
+        What was read once is not read again.
+        """
 
         def parse(key: str) -> LoggedMetrics:
-            return LoggedMetrics.model_validate_json(self.store.read(key))
+            if key not in self._entries:
+                self._entries[key] = LoggedMetrics.model_validate_json(self.store.read(key))
+            return self._entries[key]
 
         logged: dict[int, Metrics] = {}
-        entries = each(parse, self.store.list(f"{self.name}/metrics/"))
+        keys = self.store.list(f"{self.name}/metrics/")
+        entries = each(parse, [key for key in keys if steps is None or _step_of(key) in steps])
         for entry in sorted(entries, key=lambda entry: entry.logged_at):
             found = logged.setdefault(entry.step, {})
             found |= {f"{entry.split}/{name}": value for name, value in entry.metrics.items()}
         return logged
+
+    def _ever(self) -> list[int]:
+        """The numbers of all steps that ever were."""
+        return sorted({*self._numbers("steps"), *self._numbers("removed")})
+
+    def _is_removed(self, step: int) -> bool:
+        try:
+            self.store.read(self._key(step, "removed"))
+        except NotFoundError:
+            return False
+        return True
 
     def _numbers(self, folder: Literal["steps", "removed"]) -> list[int]:
         keys = self.store.list(f"{self.name}/{folder}/")
@@ -330,15 +386,81 @@ class Checkpoints:
     def _key(self, step: int, folder: Literal["steps", "removed"] = "steps") -> str:
         return f"{self.name}/{folder}/{step:06d}.json"
 
-    def create(self, manifest: Manifest) -> Manifest:
-        """The second half of `commit`: the manifest, whose files are in the store."""
-        key = self._key(manifest.step)
-        if self.store.create(key, _json(manifest)):
-            return manifest
-        there = self.read(manifest.step)
-        if there.call_id == manifest.call_id:
-            return there
-        raise superseded(there)
+    @property
+    def _first(self) -> str:
+        return f"{self.name}/first.json"
+
+    def create(self, manifest: Manifest, folder: Path | None = None) -> Manifest:
+        """The second half of `commit`: the manifest, whose files are in the store.
+
+        What is no longer there is put there again from `folder`.
+
+        Raises:
+            RivalError: another call took the step's number.
+            ConflictError: it would be a model's first step, and another call has begun the model.
+            NotFoundError: a file is in the store no more, and there is no `folder`.
+        """
+        self._secure(manifest, folder)
+        if manifest.kind in BEGINS:
+            return self._begin(manifest, folder)
+        there = manifest
+        if self._is_removed(manifest.step) or not self.store.create(
+            self._key(manifest.step), _json(manifest)
+        ):
+            there = self.record(manifest.step)
+        if there.call_id != manifest.call_id:
+            raise superseded(there)
+        if there.files == manifest.files:
+            try:
+                self._secure(there, folder)
+            except (StoreError, NotFoundError) as error:  # the step counts all the same
+                log.error("%s is in the store, but perhaps not whole: %s", there.policy, error)
+        return there
+
+    def _begin(self, manifest: Manifest, folder: Path | None) -> Manifest:
+        """Make a model's first step, or finish what another call has begun.
+
+        Garbage collection spares what `first.json` names: its blobs are looked at from then on.
+        """
+        if steps := self._ever():
+            first = self.record(steps[0])
+        else:
+            self.store.create(self._first, _json(manifest))
+            first = self._parse(self._first)
+            try:
+                self._secure(first, folder if first.files == manifest.files else None)
+            except NotFoundError as error:
+                raise ConflictError(
+                    f"{self.name} can't begin: {first.call_id} ({first.kind}) took the name for "
+                    f"content that was removed meanwhile. Choose another name. {error}"
+                ) from error
+            self.store.create(self._key(first.step), self.store.read(self._first))
+        if not _same_beginning(first, manifest):
+            raise ConflictError(
+                f"{self.name} exists already: it began with step {first.step} ({first.kind}, "
+                f"{first.created_at:%Y-%m-%d %H:%M:%S} UTC). Go on from there, or choose another "
+                "name."
+            )
+        return first
+
+    def _secure(self, manifest: Manifest, folder: Path | None = None) -> None:
+        """See to it that all of the manifest's blobs are in the store, as young as new ones."""
+
+        def secure(path: str) -> None:
+            blob = manifest.files[path]
+            if self.store.touch_blob(blob):
+                return
+            if folder is None or self.store.put_blob(folder / path) != blob:
+                raise missing_blob(self.store.url, blob.sha256)
+
+        each(secure, manifest.files)
+
+
+def _same_beginning(first: Manifest, other: Manifest) -> bool:
+    """Step 0 is the same whoever makes it, if it is of one base model and came out the same."""
+    return (first.call_id, first.base_model, first.lora, first.files) == (
+        *(other.call_id, other.base_model, other.lora, other.files),
+    )
 
 
 def superseded(there: Manifest) -> RivalError:
@@ -369,6 +491,11 @@ def each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """What `work` makes of each item, in order, several at once; the first error ends it."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return list(pool.map(work, items))
+
+
+def _step_of(key: str) -> int:
+    """Of a key whose last part begins with the step."""
+    return int(key.rpartition("/")[2].partition("-")[0])
 
 
 def _json(manifest: Manifest) -> bytes:

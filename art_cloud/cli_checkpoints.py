@@ -253,10 +253,10 @@ def gc(
         opened = open_for(store, cluster)
         age = timedelta(seconds=parse_duration(older_than))
         garbage = find_garbage(opened, age)
-        if not garbage:
+        if not garbage.blobs:
             typer.echo(f"Nothing in {opened.url} has been unused for {older_than}.")
             return
-        words = f"{count(garbage, 'blob')}, {size(in_bytes(garbage))}"
+        words = f"{count(garbage.blobs, 'blob')}, {size(in_bytes(garbage.blobs))}"
         if dry_run:
             typer.echo(f"Would remove {words} that no step needs from {opened.url}.")
             return
@@ -264,7 +264,7 @@ def gc(
             typer.confirm(
                 f"Remove {words} that no step needs from {opened.url}?", abort=True, err=True
             )
-        removed = collect_garbage(opened, garbage, age)
+        removed = collect_garbage(opened, garbage)
     typer.echo(f"Removed {count(removed, 'blob')}, {size(in_bytes(removed))}.")
 
 

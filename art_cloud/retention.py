@@ -46,10 +46,12 @@ def prune(
     Returns:
         What was removed or, in a dry run, would be.
     """
-    infos = checkpoints.infos()
+    logged = "/" in (retention.keep_best or "")  # how what was logged is named
+    infos = checkpoints.infos(logged=logged)
     steps = set(to_remove(retention, infos, {*keep, *checkpoints.forked()}))
+    going = checkpoints.with_logged([info for info in infos if info.step in steps])
     if not dry_run:
         for step in sorted(steps):
             with suppress(NotFoundError):  # somebody else prunes too
                 checkpoints.delete(step)
-    return [info for info in infos if info.step in steps]
+    return going

@@ -103,26 +103,31 @@ class S3Store:
                 credentials.get("AWS_SECRET_ACCESS_KEY"),
                 credentials.get("AWS_SESSION_TOKEN"),
             )
-            client: S3Client = session.client(
-                "s3",
-                config=Config(
-                    signature_version="s3v4",
-                    retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-                    connect_timeout=CONNECT_SECONDS,
-                    read_timeout=READ_SECONDS,
-                    max_pool_connections=THREADS + RACERS,
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                    s3={"payload_signing_enabled": True},
-                    user_agent_extra=f"art-cloud/{__version__}",
-                ),
+            client, once = (
+                session.client(
+                    "s3",
+                    config=Config(
+                        signature_version="s3v4",
+                        retries={"mode": "standard", "total_max_attempts": attempts},
+                        connect_timeout=CONNECT_SECONDS,
+                        read_timeout=READ_SECONDS,
+                        max_pool_connections=THREADS + RACERS,
+                        request_checksum_calculation="when_required",
+                        response_checksum_validation="when_required",
+                        s3={"payload_signing_enabled": True},
+                        user_agent_extra=f"art-cloud/{__version__}",
+                    ),
+                )
+                for attempts in (ATTEMPTS, 1)
             )
         client.meta.events.register_first("request-created.s3", signal_not_transferring)
         client.meta.events.register_last("request-created.s3", signal_transferring)
         until = credentials.get(UNTIL)
         self.credentials_until = datetime.fromisoformat(until) if until else None
         self._errors = Translator(self.url, client.meta.endpoint_url)
-        self._client = client
+        self._client: S3Client = client
+        self._once: S3Client = once
+        """For a request that must not be made again later than it was meant."""
 
     def renew(self, credentials: Mapping[str, SecretStr]) -> None:
         """Go on with these. What is under way ends with those before."""
@@ -149,20 +154,39 @@ class S3Store:
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`. With `single_writer` it looks first, and of two that race both may
         be told that they won."""
-        name = self._key(key)
+        name, refusals = self._key(key), 0
         with self._errors(f"write {key}"):
-            if self.single_writer and self._head(name) is not None:
-                return False
-            try:
-                return self._put_if_absent(name, data)
-            except ClientError as error:
-                if not self._conditional or code_of(error) not in REFUSED_CONDITION:
-                    raise
-            self._conditional = False
-            self._say_single_writer()
-            return self.create(key, data)
+            while True:
+                conditional = self._conditional
+                if self.single_writer and self._head(name) is not None:
+                    return False
+                try:
+                    return self._put_if_absent(name, data, conditional)
+                except ClientError as error:
+                    if not conditional or code_of(error) not in REFUSED_CONDITION:
+                        raise
+                    refusals += 1
+                    if self._refuses_conditions():
+                        self._conditional = False
+                        self._say_single_writer()
+                    elif refusals == ATTEMPTS:
+                        raise
 
-    def _put_if_absent(self, name: str, data: bytes) -> bool:
+    def _refuses_conditions(self) -> bool:
+        """Whether the server takes a write, and not the same one with a condition: what says so
+        once may be a proxy on the way."""
+        name = self._key(f".probes/{uuid4().hex}")
+        put = partial(self._client.put_object, Bucket=self.bucket, Key=name, Body=b"")
+        put()
+        try:
+            put(IfNoneMatch="*")
+        except ClientError as error:
+            return code_of(error) in REFUSED_CONDITION
+        finally:
+            self._client.delete_object(Bucket=self.bucket, Key=name)
+        return False
+
+    def _put_if_absent(self, name: str, data: bytes, conditional: bool) -> bool:
         writer = uuid4().hex
         for attempt in range(1, ATTEMPTS + 1):
             put = partial(
@@ -173,7 +197,7 @@ class S3Store:
                 Metadata={WRITER: writer},
             )
             try:
-                put(IfNoneMatch="*") if self._conditional else put()
+                put(IfNoneMatch="*") if conditional else put()
                 return True
             except ClientError as error:
                 if code_of(error) in LOST:  # perhaps to this very call, whose answer was lost
@@ -202,11 +226,15 @@ class S3Store:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             where = S3Object(self._client, self.bucket, self._blob(blob.sha256))
-            if self._renew(where.key, blob.size):
+            if self.touch_blob(blob):
                 moved(blob.size)
             else:
                 upload(where, source, blob.size, self._pool, moved)
             return blob
+
+    def touch_blob(self, blob: Blob) -> bool:
+        with self._errors(f"look at blob {blob.sha256}"):
+            return self._renew(self._blob(blob.sha256), blob.size)
 
     def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
         where = S3Object(self._client, self.bucket, self._blob(blob.sha256))
@@ -233,6 +261,9 @@ class S3Store:
                     yield Blob(sha256=name, size=item["Size"]), item["LastModified"]
 
     def delete_blob(self, sha256: str, before: datetime) -> bool:
+        """S3 has no "delete if it is as old as this": between the look and the deletion, which is
+        tried once, a blob that is used again is lost. Who uses it looks again a few requests later,
+        and stores it anew."""
         name = self._blob(sha256)
         with self._errors(f"delete blob {sha256}"):
             there = self._head(name)
@@ -241,7 +272,7 @@ class S3Store:
                 raise self._no(f"blobs/{sha256}")
             if there["LastModified"] >= before:
                 return False
-            self._client.delete_object(Bucket=self.bucket, Key=name)
+            self._once.delete_object(Bucket=self.bucket, Key=name)
             return True
 
     def _renew(self, name: str, size: int) -> bool:

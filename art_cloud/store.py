@@ -1,6 +1,8 @@
 """Where steps are kept: keys that are written once, and blobs named by their content.
 
+    {root}/{project}/{model}/first.json             the manifest that the model begins with
     {root}/{project}/{model}/steps/000017.json      a manifest: the step exists when it does
+    {root}/{project}/{model}/removed/000003.json    the step was removed
     {root}/{project}/{model}/metrics/000017-*.json  what was logged for the step later
     {root}/{project}/{model}/trajectories/...       evaluations, as Parquet
     {root}/blobs/{sha256}                           content, stored once whoever names it
@@ -40,6 +42,8 @@ from .errors import (
 
 CHUNK = 1 << 20
 ABANDONED_SECONDS = 24 * 3600
+ASIDE = ".aside"
+"""How the name of a blob ends that is being deleted, after its hash and a number."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -88,6 +92,10 @@ class Store(Protocol):
         Content that is there already is not sent again, and counts as stored now: no garbage
         collection takes it away before its manifest is there.
         """
+        ...
+
+    def touch_blob(self, blob: Blob) -> bool:
+        """Let a blob count as stored now. False: it is not there, or not whole."""
         ...
 
     def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
@@ -234,7 +242,7 @@ class FileStore:
         with self._errors(f"store {source.name}"):
             blob = sha256_of(source)
             target = self._blob(blob)
-            if not _renew(target, blob.size):
+            if not self.touch_blob(blob):
                 with self._staged() as staged:
                     shutil.copyfile(source, staged)
                     _sync(staged)
@@ -243,13 +251,27 @@ class FileStore:
             moved(blob.size)
             return blob
 
+    def touch_blob(self, blob: Blob) -> bool:
+        with self._errors(f"look at blob {blob.sha256}"):
+            target = self._blob(blob)
+            while True:
+                try:
+                    os.utime(target)
+                    return target.stat().st_size == blob.size
+                except FileNotFoundError:
+                    if not self._restore(blob.sha256) and not target.exists():
+                        self._check_present()
+                        return False
+
     def get_blob(self, blob: Blob, target: Path, moved: Moved = unwatched) -> None:
         with self._errors(f"fetch blob {blob.sha256}"):
             try:
                 shutil.copyfile(self._blob(blob), target)
             except FileNotFoundError:
-                self._check_present()
-                raise missing_blob(self.url, blob.sha256) from None
+                if not self._restore(blob.sha256):
+                    self._check_present()
+                    raise missing_blob(self.url, blob.sha256) from None
+                shutil.copyfile(self._blob(blob), target)
             if sha256_of(target) != blob:
                 target.unlink()
                 raise corrupt_blob(self.url, blob.sha256)
@@ -265,19 +287,27 @@ class FileStore:
                     yield Blob(sha256=path.name, size=status.st_size), modified
 
     def delete_blob(self, sha256: str, before: datetime) -> bool:
-        """Taken aside first, looked at then: whoever renews it finds it, or stores it anew."""
-        with self._errors(f"delete blob {sha256}"), self._staged() as aside:
+        """Taken aside first, looked at then: whoever renews it finds it, or stores it anew. Killed
+        in between, it lies aside under its name, and is given back to whoever asks for it."""
+        with self._errors(f"delete blob {sha256}"):
+            self._check_present()
             target = self.blob_folder / sha256
+            aside = self.staging / f"{sha256}.{uuid4().hex}{ASIDE}"
+            self.staging.mkdir(exist_ok=True)
             try:
+                if _is_younger(target, before):
+                    return False
                 target.rename(aside)
             except FileNotFoundError:
-                self._check_present()
                 raise NotFoundError(f"{self.url} holds no blob {sha256}.") from None
-            stays = aside.stat().st_mtime >= before.timestamp()
-            if stays:
-                aside.replace(target)
+            _sync(self.staging)
+            with suppress(FileNotFoundError):  # somebody else gave it back
+                if _is_younger(aside, before):
+                    _give_back(aside, target)
+                else:
+                    aside.unlink()
             _sync(self.blob_folder)
-            return not stays
+            return not target.exists()
 
     def presign(self, what: str | Blob, seconds: int) -> str:
         raise ConfigError(
@@ -295,7 +325,9 @@ class FileStore:
             raise FileNotFoundError(errno.ENOENT, "it is away, or no store: there is no blobs/")
 
     def _remove_abandoned(self) -> None:
-        """Remove what writers that were killed left half-written."""
+        """Remove what writers that were killed left half-written, and give back what lies aside."""
+        for aside in self._aside():
+            _give_back(aside, self.blob_folder / aside.name.partition(".")[0])
         for path in self.staging.glob("*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -306,6 +338,19 @@ class FileStore:
 
     def _blob(self, blob: Blob) -> Path:
         return self.blob_folder / blob.sha256
+
+    def _restore(self, sha256: str) -> bool:
+        """Give back, as young as a new one, a blob that lies aside."""
+        for aside in self._aside(sha256):
+            with suppress(FileNotFoundError):
+                os.utime(aside)
+                _give_back(aside, self.blob_folder / sha256)
+                return True
+        return False
+
+    def _aside(self, sha256: str = "*") -> list[Path]:
+        """Blobs that somebody deletes right now, or was killed over."""
+        return list(self.staging.glob(f"{sha256}.*{ASIDE}"))
 
     @contextmanager
     def _staged(self) -> Iterator[Path]:
@@ -339,13 +384,15 @@ class FileStore:
             ) from error
 
 
-def _renew(blob: Path, size: int) -> bool:
-    """Make a blob as young as a new one. False: it is not there, or not whole."""
-    try:
-        os.utime(blob)
-        return blob.stat().st_size == size
-    except FileNotFoundError:
-        return False
+def _is_younger(path: Path, than: datetime) -> bool:
+    return path.stat().st_mtime >= than.timestamp()
+
+
+def _give_back(aside: Path, target: Path) -> None:
+    """Put a blob back in its place, unless it was stored there anew."""
+    with suppress(FileExistsError):
+        os.link(aside, target)
+    aside.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

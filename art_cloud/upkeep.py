@@ -5,8 +5,10 @@ its manifest, so a young blob is never garbage: collecting it is safe while serv
 
 - blobs are listed before manifests are read: a step that is finished in between is seen,
 - a step whose manifest comes later has put its blobs there within `GRACE`, or has found them there
-  and made them young again (`Store.put_blob`),
-- and a blob is looked at once more in the moment in which it is deleted (`Store.delete_blob`).
+  and made them young again (`Store.put_blob`), and looks at them once more when its manifest is
+  there (`Checkpoints.create`),
+- and a blob is looked at once more in the moment in which it is deleted (`Store.delete_blob`): what
+  was used since `Garbage.before` stays, be it days until somebody says yes to the deletion.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,17 +30,29 @@ from .store import Blob, Store
 from .transfer import Transfer, Watch
 
 STEP = re.compile(r"([^/]+)/([^/]+)/steps/\d{6,}\.json")
+BEGUN = re.compile(rf"{STEP.pattern}|([^/]+)/([^/]+)/first\.json")
 GRACE = timedelta(hours=24)
 """Longer than a step takes from its first blob to its manifest."""
 
 
 def models(store: Store) -> list[ModelName]:
     """The models that have steps in a store, in alphabetical order."""
-    found = {match.groups() for key in store.list("") if (match := STEP.fullmatch(key))}
-    return sorted(ModelName(*names) for names in found)
+    return _named(STEP, store)
 
 
-def find_garbage(store: Store, older_than: timedelta = GRACE) -> list[Blob]:
+def _named(pattern: re.Pattern[str], store: Store) -> list[ModelName]:
+    found = {match.groups() for key in store.list("") if (match := pattern.fullmatch(key))}
+    return sorted({ModelName(*filter(None, groups)) for groups in found})
+
+
+@dataclass(frozen=True)
+class Garbage:
+    blobs: Sequence[Blob]
+    before: datetime
+    """None of them was stored, or used again, since."""
+
+
+def find_garbage(store: Store, older_than: timedelta = GRACE) -> Garbage:
     """The blobs that no manifest names and that were stored, or used again, so long ago.
 
     Raises:
@@ -47,23 +62,26 @@ def find_garbage(store: Store, older_than: timedelta = GRACE) -> list[Blob]:
     old = [blob for blob, stored_at in store.blobs() if stored_at < before]
     named = {
         blob.sha256
-        for name in models(store)
-        for manifest in Checkpoints(store, name).manifests()
+        for name in _named(BEGUN, store)
+        for manifest in Checkpoints(store, name).needed()
         for blob in manifest.files.values()
     }
-    return [blob for blob in old if blob.sha256 not in named]
+    return Garbage([blob for blob in old if blob.sha256 not in named], before)
 
 
-def collect_garbage(
-    store: Store, garbage: Iterable[Blob], older_than: timedelta = GRACE
-) -> list[Blob]:
+def collect_garbage(store: Store, garbage: Garbage) -> list[Blob]:
     """Delete what `find_garbage` found, but for what was used again meanwhile.
 
     Returns:
         What was deleted.
     """
-    before = datetime.now(UTC) - older_than
-    return [blob for blob in garbage if store.delete_blob(blob.sha256, before)]
+
+    def delete(blob: Blob) -> bool:
+        with suppress(NotFoundError):  # somebody else collects too
+            return store.delete_blob(blob.sha256, garbage.before)
+        return False
+
+    return [blob for blob in garbage.blobs if delete(blob)]
 
 
 @dataclass(frozen=True)

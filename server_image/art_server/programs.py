@@ -79,7 +79,17 @@ class Programs:
         if manifest is None:
             report({"phase": "making step 0"})
             draft = await self.runtime.in_training_thread(self._make_step_0, name, request)
-            manifest = await self.publisher.publish(draft, report)
+            try:
+                manifest = await self.publisher.publish(draft, report)
+            except ConflictError:  # somebody else has begun the model: go on from there
+                self._resident.pop(name, None)
+                manifest = await until_answered(
+                    partial(asyncio.to_thread, checkpoints.newest), report
+                )
+                if manifest is None:
+                    raise
+                _check_same_model(name, manifest, request)
+                manifest = manifest.model_copy(update={"retention": request.retention})
         await self._serve(manifest, report)
         return self.publisher.result(manifest)
 

@@ -23,6 +23,8 @@ class Pruner:
         self.references: dict[ModelName, int] = {}
         """The step that each model's KL penalty pulls towards: it stays."""
         self._runtime = runtime
+        self._checkpoints: dict[ModelName, Checkpoints] = {}
+        """Kept, since they remember what was logged: after each step only what is new is read."""
         self._pruning: asyncio.Task[None] | None = None
 
     def after(self, newest: Manifest) -> None:
@@ -32,7 +34,8 @@ class Pruner:
         in_use = self._runtime.steps_in_use(newest.name)
         if newest.name in self.references:
             in_use.add(self.references[newest.name])
-        checkpoints = self._runtime.checkpoints(newest.name)
+        name = newest.name
+        checkpoints = self._checkpoints.setdefault(name, self._runtime.checkpoints(name))
         self._pruning = asyncio.create_task(_prune(checkpoints, newest.retention, in_use))
 
 

@@ -52,7 +52,8 @@ class Publisher:
         """Make what the trainer holds the step `draft`.
 
         Raises `CanaryError` if the engine would serve other weights, `RivalError` if another call
-        took the step's number. Then there is no such step here.
+        took the step's number, `ConflictError` if another one has begun the model. Then there is no
+        such step here.
         """
         runtime, trainer, name = self._runtime, self._runtime.trainer, str(draft.name)
         behind = runtime.settings.durability == "async" and draft.kind != "init"
@@ -87,9 +88,11 @@ class Publisher:
                 await saved
                 if uploading is None:
                     runtime.hold(draft.policy)
-                    self.commits.begin(draft, lambda: self._create(draft, upload(), keep, tell))
+                    self.commits.begin(
+                        draft, lambda: self._create(draft, folder, upload(), keep, tell)
+                    )
                 else:
-                    draft = await self._create(draft, uploading, keep, tell)
+                    draft = await self._create(draft, folder, uploading, keep, tell)
             except BaseException:
                 await asyncio.wait([uploading or saved])
                 (uploading or saved).exception()  # it, or what came before it, is raised
@@ -117,11 +120,16 @@ class Publisher:
         return await until_answered(upload, tell)
 
     async def _create(
-        self, draft: Manifest, files: Awaitable[dict[str, Blob]], keep: Keep, tell: Report
+        self,
+        draft: Manifest,
+        folder: Path,
+        files: Awaitable[dict[str, Blob]],
+        keep: Keep,
+        tell: Report,
     ) -> Manifest:
         checkpoints = self._runtime.checkpoints(draft.name)
         manifest = draft.model_copy(update={"files": await files})
-        create = partial(asyncio.to_thread, checkpoints.create, manifest)
+        create = partial(asyncio.to_thread, checkpoints.create, manifest, folder)
         stored = await until_answered(create, tell)
         await keep()
         return stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -67,12 +68,13 @@ def test_what_no_step_needs_is_removed_from_a_bucket(
     gone = steps.read(0).files["optimizer.safetensors"]
     steps.delete(0)
     soon = timedelta(seconds=-1)  # S3 tells whole seconds
-    assert find_garbage(steps.store) == []
+    assert find_garbage(steps.store).blobs == []
     garbage = find_garbage(steps.store, soon)
-    assert gone in garbage
-    assert len(garbage) == 2
-    assert collect_garbage(steps.store, garbage) == []  # used within the last day
-    assert collect_garbage(steps.store, garbage, soon) == garbage
+    assert gone in garbage.blobs
+    assert len(garbage.blobs) == 2
+    day_ago = garbage.before - timedelta(days=1)
+    assert collect_garbage(steps.store, replace(garbage, before=day_ago)) == []  # used since
+    assert collect_garbage(steps.store, garbage) == garbage.blobs
     assert verify(steps.store, [NAME]) == (5, [])
 
 

@@ -103,7 +103,7 @@ def test_pruning_leaves_forked_steps_and_what_was_measured(tmp_path: Path) -> No
     assert [row["loss"] for row in history] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert history[1]["val/reward"] == 0.5
     assert steps.calls() == {f"call-{step}": step for step in range(6)}
-    assert steps.record(2).files == {}
+    assert steps.record(2).policy == "games/agent@2"
     with pytest.raises(NotFoundError, match=r"no step 2\. It has steps 0, 3, 5"):
         steps.read(2)
 

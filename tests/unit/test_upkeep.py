@@ -13,7 +13,7 @@ from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import StoreError, StoreUnavailableError
 from art_cloud.names import ModelName
 from art_cloud.store import FileStore
-from art_cloud.upkeep import collect_garbage, find_garbage, models, verify
+from art_cloud.upkeep import Garbage, collect_garbage, find_garbage, models, verify
 
 from .test_checkpoints import commit, contents, draft, folder_of
 
@@ -52,25 +52,25 @@ def test_only_what_no_step_of_any_model_names_is_garbage(
     store: FileStore, steps: Checkpoints
 ) -> None:
     age(store, 48)
-    assert find_garbage(store) == []
+    assert find_garbage(store).blobs == []
     steps.fork(OTHER, 0)
     gone = steps.read(1).files
     steps.delete(0)
     steps.delete(1)
     garbage = find_garbage(store)
-    assert {blob.sha256 for blob in garbage} == {
+    assert {blob.sha256 for blob in garbage.blobs} == {
         gone[name].sha256 for name in ("adapter/adapter_model.safetensors", "optimizer.safetensors")
     }
-    assert collect_garbage(store, garbage) == garbage
-    assert find_garbage(store) == []
+    assert collect_garbage(store, garbage) == garbage.blobs
+    assert find_garbage(store).blobs == []
     assert verify(store, models(store))[1] == []
 
 
 def test_what_is_young_stays(store: FileStore, steps: Checkpoints) -> None:
     steps.delete(0)
     age(store, 23)
-    assert find_garbage(store) == []
-    assert len(find_garbage(store, timedelta(hours=22))) == 2
+    assert find_garbage(store).blobs == []
+    assert len(find_garbage(store, timedelta(hours=22)).blobs) == 2
 
 
 def test_a_step_in_progress_loses_nothing(
@@ -82,9 +82,9 @@ def test_a_step_in_progress_loses_nothing(
     steps.delete(0)
     age(store, 48)
     garbage = find_garbage(store)
-    assert len(garbage) == 2
+    assert len(garbage.blobs) == 2
     files = steps.upload(folder)
-    assert find_garbage(store) == []
+    assert find_garbage(store).blobs == []
     assert collect_garbage(store, garbage) == []
     made = steps.create(draft(3).model_copy(update={"files": files}))
     assert contents(steps.fetch(made, tmp_path / "fetched")) == contents(folder)
@@ -102,7 +102,7 @@ def test_garbage_collection_races_with_uploads(
         garbage = find_garbage(store)
         start = threading.Barrier(2)
 
-        def collect(garbage: list = garbage, start: threading.Barrier = start) -> None:
+        def collect(garbage: Garbage = garbage, start: threading.Barrier = start) -> None:
             start.wait()
             collect_garbage(store, garbage)
 
