@@ -127,11 +127,8 @@ def test_a_copy_of_a_folder_is_what_other_machines_install(image: Path, tmp_path
     """Until the folder changes: they would run something else then."""
     folder, installed = image / SOURCE[1:], tmp_path / "installed"
     uv = shutil.which("uv", path=Path(sys.executable).parent) or "uv"
-    subprocess.run(
-        [uv, "pip", "install", "--quiet", "--no-deps", "--python", sys.executable]
-        + ["--target", str(installed), str(folder)],
-        check=True,
-    )
+    there = ["--python", sys.executable, "--target", str(installed)]
+    subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", *there, folder], check=True)
 
     def source() -> subprocess.CompletedProcess[str]:
         program = "from art_cloud.wheel import source; print(source().wheel)"
