@@ -31,13 +31,14 @@ def list_trajectories(
     from .trajectory_files import files
 
     with reported():
-        found = files(steps_of(model, store, cluster))
+        steps = steps_of(model, store, cluster)
+        found = files(steps)
     if as_json:
         typer.echo(json.dumps([{"split": f.split, "step": f.step, "key": f.key} for f in found]))
     elif found:
         tables.print_trajectory_files(found)
     else:
-        typer.echo(f"{model} has no trajectories there.")
+        typer.echo(f"{model} has no trajectories in {steps.store.url}.")
 
 
 @trajectories.command("pull")
@@ -58,7 +59,8 @@ def pull_trajectories(
         wanted = [one for one in files(steps) if split in (None, one.split)]
         if not wanted:
             raise NotFoundError(
-                f"{model} has no trajectories {f'of {split} ' if split else ''}there."
+                f"{model} has no trajectories {f'of {split} ' if split else ''}in "
+                f"{steps.store.url}."
             )
         fetched = fetch(steps, wanted, folder)
     columns = "split, step, count(*) AS n, avg(reward) AS reward"

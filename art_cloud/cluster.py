@@ -37,7 +37,7 @@ from .names import whole_path
 from .phases import phase, phases_of
 from .progress import console, enabled, say
 from .protocol import Durability, EngineName
-from .providers import ClusterSpec, Endpoint, Offer, Provider, check_provider, get_provider
+from .providers import ClusterSpec, Endpoint, Offer, Provider, get_provider
 from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
@@ -105,7 +105,7 @@ def up(
         ConflictError: A server of this name runs that is not recorded here.
         LaunchError: The server did not come up. What was started has been ended.
     """
-    check_provider(provider)
+    get_provider(provider)  # before all else: nothing helps without it
     limits: dict[str, Any] = {
         "lease_seconds": None if lease is None else parse_duration(lease),
         "idle_seconds": None if idle is None else parse_duration(idle),

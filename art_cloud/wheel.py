@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
@@ -58,7 +60,7 @@ def source() -> Source:
     """Where this process runs from a checkout, its wheel, built once for each state of the files.
 
     Raises:
-        ConfigError: it can't be built.
+        ConfigError: it can't be built, or the checkout has changed since it was installed.
     """
     checkout = _checkout()
     if checkout is None:
@@ -72,10 +74,28 @@ def source() -> Source:
 
 
 def _checkout() -> Path | None:
-    """The folder that art-cloud is installed from as it is (PEP 610), if it is."""
+    """The folder that art-cloud was installed from (PEP 610), if it was one.
+
+    Raises:
+        ConfigError: what runs here is a copy of it, and not what it has now.
+    """
     origin = json.loads(distribution("art-cloud").read_text("direct_url.json") or "{}")
-    is_folder = origin.get("dir_info", {}).get("editable", False)
-    return Path(unquote(urlsplit(origin["url"]).path)) if is_folder else None
+    if "dir_info" not in origin:
+        return None
+    folder = Path(unquote(urlsplit(origin["url"]).path))
+    if not origin["dir_info"].get("editable", False) and not _is_copy_of(folder):
+        raise ConfigError(
+            f"What runs here is a copy of {folder}, which has changed since, and other machines "
+            f"are to install the same. Install it anew: pip install --editable {folder}"
+        )
+    return folder
+
+
+def _is_copy_of(folder: Path) -> bool:
+    here = Path(__file__).parent
+    sources = (path for path in here.rglob("*.py") if LAUNCH not in path.parents)
+    twins = ((path, folder / here.name / path.relative_to(here)) for path in sources)
+    return all(twin.is_file() and filecmp.cmp(path, twin, shallow=False) for path, twin in twins)
 
 
 def _digest(checkout: Path) -> str:
@@ -89,12 +109,9 @@ def _digest(checkout: Path) -> str:
 
 
 def _build(checkout: Path, folder: Path) -> None:
-    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
-    if uv is None:
-        raise ConfigError("A wheel of this checkout is built by uv. Run: pip install uv")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.{uuid4().hex}.partial")
-    command = [uv, "build", "--quiet", "--wheel", "--out-dir", str(partial), str(checkout)]
+    command = [*_builder(), str(partial), str(checkout)]
     try:
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
@@ -106,3 +123,13 @@ def _build(checkout: Path, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _builder() -> list[str]:
+    """The command that makes a wheel, up to the folder that it goes to and that of its sources."""
+    uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
+    if uv is not None:
+        return [uv, "build", "--quiet", "--wheel", "--out-dir"]
+    if find_spec("pip") is None:
+        raise ConfigError("A wheel of this checkout is built by uv or pip. Run: pip install uv")
+    return [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]

@@ -198,20 +198,11 @@ def provider_names() -> list[str]:
 
 
 def get_provider(name: str) -> Provider:
-    return _load(_point(name))
-
-
-def check_provider(name: str) -> None:
-    """Raises `ConfigError` if there is no provider of this name; loads nothing."""
-    _point(name)
-
-
-def _point(name: str) -> EntryPoint:
     points = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]
     if not points:
         known = ", ".join(provider_names()) or "none: is art-cloud installed?"
         raise ConfigError(f"There is no provider {name!r}. Known are: {known}.")
-    return points[0]
+    return _load(points[0])
 
 
 def _load(point: EntryPoint) -> Provider:

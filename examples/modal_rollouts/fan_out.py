@@ -14,13 +14,24 @@ import modal
 from train import group
 
 import art_cloud as art
+from art_cloud.wheel import source
 
 app = modal.App("art-rollouts")
-image = (
-    modal.Image.debian_slim(python_version="3.12")
-    .uv_pip_install(f"art-cloud=={art.__version__}")
-    .add_local_python_source("train")
-)
+
+
+def installed() -> modal.Image:
+    """With the art-cloud that runs here: a wheel of the checkout, or the release."""
+    base, this = modal.Image.debian_slim(python_version="3.12"), source()
+    if this.wheel is not None:
+        there = f"/wheels/{this.wheel.name}"
+        base = base.add_local_file(this.wheel, there, copy=True)
+        base = base.uv_pip_install(f"art-cloud @ file://{there}")
+    else:
+        base = base.uv_pip_install(f"art-cloud=={art.__version__}")
+    return base.add_local_python_source("train")
+
+
+image = installed() if modal.is_local() else None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -74,4 +75,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:  # the block of `art.up` has said what is kept
+        sys.exit(130)

@@ -327,7 +327,7 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    for noisy in ("httpx", "transformers", "uvicorn.access"):
+    for noisy in ("boto3", "botocore", "httpx", "transformers", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         if options.wait:

@@ -121,3 +121,38 @@ def test_a_checkout_finds_its_own_scripts() -> None:
 
     assert found == ROOT / "launch"
     assert not (ROOT / "art_cloud" / "launch").exists()
+
+
+def test_a_copy_of_a_folder_is_what_other_machines_install(image: Path, tmp_path: Path) -> None:
+    """Until the folder changes: they would run something else then."""
+    folder, installed = image / SOURCE[1:], tmp_path / "installed"
+    uv = shutil.which("uv", path=Path(sys.executable).parent) or "uv"
+    there = ["--python", sys.executable, "--target", str(installed)]
+    subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", *there, folder], check=True)
+
+    def source() -> subprocess.CompletedProcess[str]:
+        program = "from art_cloud.wheel import source; print(source().wheel)"
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env=os.environ
+            | {"PYTHONPATH": str(installed), "ART_CLOUD_HOME": str(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    made = source()
+    assert made.returncode == 0, made.stderr
+    assert "art_cloud/launch/ssh/prepare.py" in zipfile.ZipFile(made.stdout.strip()).namelist()
+    with (folder / "art_cloud" / "names.py").open("a") as file:
+        file.write("# changed\n")
+    assert f"pip install --editable {folder}" in source().stderr
+
+
+def test_without_uv_pip_builds_it(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from art_cloud import wheel
+
+    monkeypatch.setattr(wheel.shutil, "which", lambda name, path=None: None)
+    wheel._build(image / SOURCE[1:], image / "wheels")
+    assert [path.suffix for path in (image / "wheels").iterdir()] == [".whl"]

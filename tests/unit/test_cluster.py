@@ -103,6 +103,8 @@ def test_a_provider_whose_extra_is_missing_says_what_to_install(
     monkeypatch.setattr(providers, "entry_points", lambda group: [point])
     with pytest.raises(ConfigError, match=r"no_such_sdk.*pip install 'art-cloud\[cloudy\]'"):
         get_provider("cloudy")
+    with pytest.raises(ConfigError, match=r"no_such_sdk"):
+        cluster.up("cloudy")  # and not of the store, which it has none of either
 
 
 async def test_local_without_the_server_extra_says_what_to_install(

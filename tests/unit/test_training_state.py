@@ -238,6 +238,15 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         load_base(tmp_path / "empty")
 
 
+def test_without_a_way_to_the_hub_the_cure_is_that_of_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"couldn't connect to .* or give the model's folder\."):
+        load_base(f"nobody/{tmp_path.name}")
+
+
 def test_pickled_weights_are_not_loaded(base: BaseModel, tmp_path: Path) -> None:
     for path in Path(base.name).iterdir():
         if path.suffix == ".json":

@@ -14,8 +14,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from art_cloud.errors import ConfigError
+
+NO_HUB = "couldn't connect to"
+"""What transformers says where there is no way to the Hugging Face hub."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ def load_base(
     name = str(name_or_path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    transformers_logging.disable_progress_bar()  # a log has no use for bars
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -52,11 +57,14 @@ def load_base(
             name, config=config, dtype=dtype, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"The base model {name!r} could not be loaded: {str(error).splitlines()[0]} "
-            "Give a folder with config.json, a tokenizer and *.safetensors of a causal language "
-            "model, or its name on the Hugging Face hub."
-        ) from error
+        why = str(error).splitlines()[0]
+        cure = (
+            "Mend the way to the hub (network, proxy, HF_ENDPOINT), or give the model's folder."
+            if NO_HUB in why
+            else "Give a folder with config.json, a tokenizer and *.safetensors of a causal "
+            "language model, or its name on the Hugging Face hub."
+        )
+        raise ConfigError(f"The base model {name!r} could not be loaded: {why} {cure}") from error
     context_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context_length is None:
         raise ConfigError(
