@@ -327,10 +327,12 @@ class FileStore:
     def _remove_abandoned(self) -> None:
         """Remove what writers that were killed left half-written, and give back what lies aside."""
         for aside in self._aside():
-            _give_back(aside, self.blob_folder / aside.name.partition(".")[0])
+            with suppress(FileNotFoundError):  # somebody else gave it back, or deleted it
+                _give_back(aside, self.blob_folder / aside.name.partition(".")[0])
         for path in self.staging.glob("*"):
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                old = time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+                if old and path.suffix != ASIDE:
                     path.unlink()
 
     def _path(self, key: str) -> Path:

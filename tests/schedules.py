@@ -3,8 +3,8 @@
 An actor is a function in a thread of its own. Whatever it does with the shared thing goes through
 `Run.call`, which is a scheduling point: there the actor stands still until it is chosen to go on,
 or crashes. One actor runs at a time, so a run is a list of choices, and the same choices give the
-same run. `explore` goes through the tree of choices depth first, each run from its beginning, as CHESS
-does (Musuvathi et al., "Finding and Reproducing Heisenbugs in Concurrent Programs", OSDI 2008).
+same run. `explore` goes through the tree of choices depth first, each run from its beginning, as
+CHESS does (Musuvathi et al., Finding and Reproducing Heisenbugs in Concurrent Programs, OSDI 2008).
 
 What an actor does next is a function of what its calls gave it. So two runs that have led to the
 same shared state, and each actor to the same answers, go on alike: only one of them is followed.

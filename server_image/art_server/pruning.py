@@ -24,7 +24,6 @@ class Pruner:
         """The step that each model's KL penalty pulls towards: it stays."""
         self._runtime = runtime
         self._checkpoints: dict[ModelName, Checkpoints] = {}
-        """Kept, since they remember what was logged: after each step only what is new is read."""
         self._pruning: asyncio.Task[None] | None = None
 
     def after(self, newest: Manifest) -> None:
@@ -34,9 +33,12 @@ class Pruner:
         in_use = self._runtime.steps_in_use(newest.name)
         if newest.name in self.references:
             in_use.add(self.references[newest.name])
-        name = newest.name
-        checkpoints = self._checkpoints.setdefault(name, self._runtime.checkpoints(name))
+        checkpoints = self.checkpoints(newest.name)
         self._pruning = asyncio.create_task(_prune(checkpoints, newest.retention, in_use))
+
+    def checkpoints(self, name: ModelName) -> Checkpoints:
+        """Always the same: it remembers what was logged, and reads only what is new."""
+        return self._checkpoints.setdefault(name, self._runtime.checkpoints(name))
 
 
 async def _prune(checkpoints: Checkpoints, retention: Retention, in_use: set[int]) -> None:

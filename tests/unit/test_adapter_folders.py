@@ -142,7 +142,7 @@ def test_a_whole_checkpoint_is_copied_with_its_optimizer(
     origin.fetch(origin.read(0), source)
     (source / "optimizer.safetensors").write_bytes(b"moments")
     manifest = origin.read(0).model_copy(
-        update={"step": 5, "call_id": "5", "lora": LoRAConfig(rank=4, alpha=8)}
+        update={"step": 5, "call_id": "5", "kind": "train", "lora": LoRAConfig(rank=4, alpha=8)}
     )
     made = origin.commit(manifest, source)
     pull(origin, made, tmp_path / "whole", everything=True)

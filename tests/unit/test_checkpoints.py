@@ -242,6 +242,96 @@ def test_all_steps_but_the_newest_can_be_deleted(steps: Checkpoints, tmp_path: P
         steps.delete(0)
 
 
+def test_the_number_of_a_removed_step_is_not_given_again(
+    steps: Checkpoints, tmp_path: Path
+) -> None:
+    """Somebody who was stopped before he made step 1 comes late: it was made, and removed."""
+    late, folder = draft(1), folder_of(tmp_path, 7)
+    for step in range(3):
+        commit(steps, tmp_path, step, call_id=f"call-{step}")
+    steps.delete(1)
+    with pytest.raises(
+        RivalError, match=r"Step 1 of games/agent was made by another call \(call-1"
+    ):
+        steps.commit(late, folder)
+    assert steps.steps() == [0, 2]
+    assert steps.calls() == {f"call-{step}": step for step in range(3)}
+    assert commit(steps, tmp_path, 1, call_id="call-1").step == 1  # and still counts once
+    assert steps.steps() == [0, 2]
+
+
+def test_steps_that_earlier_versions_removed(steps: Checkpoints, tmp_path: Path) -> None:
+    """They moved the manifest to removed/, and wrote no first.json."""
+    for step in range(4):
+        commit(steps, tmp_path, step, call_id=f"call-{step}")
+    for step in (0, 2):
+        steps.delete(step)
+        (tmp_path / f"store/games/agent/steps/{step:06d}.json").unlink()
+    (tmp_path / "store/games/agent/first.json").unlink()
+    assert steps.steps() == [1, 3]
+    assert steps.calls() == {f"call-{step}": step for step in range(4)}
+    assert steps.record(2).call_id == "call-2"
+    with pytest.raises(NotFoundError, match="It has steps 1, 3"):
+        steps.read(2)
+    with pytest.raises(RivalError, match="call-2"):
+        commit(steps, tmp_path, 2)
+    with pytest.raises(ConflictError, match=r"games/agent exists already: it began with step 0"):
+        commit(steps, tmp_path, 0)
+    assert commit(steps, tmp_path, 4).step == 4
+    assert {blob for one in steps.needed() for blob in one.files.values()} == {
+        blob for step in (1, 3, 4) for blob in steps.read(step).files.values()
+    }
+
+
+def test_a_model_begins_once(steps: Checkpoints, tmp_path: Path) -> None:
+    """Whoever takes the name and is killed before the step is there: the next one finishes it."""
+    commit(steps, tmp_path, 0)
+    commit(steps, tmp_path, 1)
+    name = ModelName("games", "copy")
+    copy = Checkpoints(steps.store, name)
+    forked = steps.fork(name)
+    (tmp_path / "store/games/copy/steps/000001.json").unlink()  # as if it had been killed
+    assert (copy.steps(), copy.newest()) == ([], None)
+    assert copy.needed() == [forked]
+    with pytest.raises(
+        ConflictError, match=r"games/copy exists already: it began with step 1 \(fork"
+    ):
+        copy.commit(draft(0, model="copy"), folder_of(tmp_path, 0))
+    assert copy.newest() == forked
+    contents(copy.fetch(forked, tmp_path / "fetched"))
+
+
+@pytest.mark.parametrize("other", [{"base_model": "another"}, {"lora": LoRAConfig(rank=3)}, {}])
+def test_step_0_is_the_same_whoever_makes_it_if_it_is(
+    steps: Checkpoints, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    first = commit(steps, tmp_path, 0, call_id="init")
+    assert commit(steps, tmp_path, 0, call_id="init") == first
+    with pytest.raises(ConflictError, match="exists already"):
+        steps.commit(draft(0, call_id="init", **other), folder_of(tmp_path, 0 if other else 1))
+    assert steps.newest() == first
+
+
+def test_what_was_collected_before_the_manifest_is_put_there_again(
+    steps: Checkpoints, tmp_path: Path
+) -> None:
+    """A step whose making took longer than garbage collection waits."""
+    commit(steps, tmp_path, 0)
+    folder = folder_of(tmp_path, 1)
+    made = draft(1).model_copy(update={"files": steps.upload(folder)})
+    blobs = tmp_path / "store" / "blobs"
+    (blobs / made.files["optimizer.safetensors"].sha256).unlink()
+    with pytest.raises(NotFoundError, match="holds no blob"):
+        steps.create(made)
+    assert steps.steps() == [0]
+    steps.create(made, folder)
+    assert contents(steps.fetch(made, tmp_path / "fetched")) == contents(folder)
+    (blobs / made.files["optimizer.safetensors"].sha256).unlink()
+    with pytest.raises(NotFoundError, match=r"games/agent@1 can't be forked, its content is gone"):
+        steps.fork(ModelName("games", "copy"))
+    assert Checkpoints(steps.store, ModelName("games", "copy")).steps() == []
+
+
 def test_the_best_step_is_found_by_what_was_logged_last(steps: Checkpoints, tmp_path: Path) -> None:
     for step in range(3):
         commit(steps, tmp_path, step, metrics={"loss": -float(step)})

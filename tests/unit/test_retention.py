@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from art_server.programs import Programs
+from art_server.pruning import Pruner
 from art_server.runtime import Runtime, Settings
 from pydantic import ValidationError
 
-from art_cloud.checkpoints import Checkpoints
+from art_cloud.checkpoints import Checkpoints, Manifest
 from art_cloud.config import LoRAConfig, Retention
 from art_cloud.errors import NotFoundError
 from art_cloud.names import ModelName
@@ -160,7 +164,10 @@ async def test_a_server_keeps_what_the_model_was_registered_with(
     assert steps.read(7).retention is None
 
 
-def test_steps_are_read_while_they_are_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [Checkpoints.records, Checkpoints.manifests])
+def test_steps_are_read_while_they_are_removed(
+    tmp_path: Path, read: Callable[[Checkpoints], list[Manifest]]
+) -> None:
     """Between a listing and the reading of what it listed, a server removes steps."""
     steps = Checkpoints(FileStore(tmp_path / "store", create=True), NAME)
     for step in range(20):
@@ -174,12 +181,44 @@ def test_steps_are_read_while_they_are_removed(tmp_path: Path) -> None:
             prune(Checkpoints(steps.store, NAME), Retention(keep_last=1))
         return keys
 
-    for read in (steps.records, steps.manifests):
-        for step in range(1, 19):
-            if step in steps.steps():
-                continue
-            commit(steps, tmp_path, step)
-        steps.store.list = list_then_prune  # type: ignore[method-assign]
-        found = [manifest.step for manifest in read()]
-        assert found == (list(range(20)) if read == steps.records else [0, 19])
-        assert steps.steps() == [0, 19]
+    steps.store.list = list_then_prune  # type: ignore[method-assign]
+    assert [manifest.step for manifest in read(steps)] == list(range(20))
+    assert steps.steps() == [0, 19]
+
+
+@dataclass
+class Counted:
+    """A store that counts what is read of it, by the folder of the key."""
+
+    store: FileStore
+    read_of: Counter[str]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read(self, key: str) -> bytes:
+        self.read_of[key.split("/")[2]] += 1
+        return self.store.read(key)
+
+
+@pytest.mark.parametrize("keep_best", [None, "val/reward"])
+def test_what_was_logged_is_read_once_and_only_if_it_matters(
+    tmp_path: Path, keep_best: str | None
+) -> None:
+    """As the server does it: after each step, with what it read before."""
+    store = Counted(FileStore(tmp_path / "store", create=True), Counter())
+    steps = Checkpoints(store, NAME)
+    retention = Retention(keep_last=2, keep_best=keep_best)
+    removed: list[CheckpointInfo] = []
+    for step in range(20):
+        commit(steps, tmp_path, step)
+        Checkpoints(store.store, NAME).log("val", step, {"reward": -float(step)})
+        removed += prune(steps, retention)
+    assert [info.step for info in removed] == list(range(1, 18))
+    assert all(info.metrics == {"val/reward": -float(info.step)} for info in removed)
+    assert store.read_of["metrics"] == (20 if keep_best else 17)
+
+
+async def test_a_server_remembers_what_it_read_of_a_model(runtime: Runtime) -> None:
+    pruner = Pruner(runtime)
+    assert pruner.checkpoints(NAME) is pruner.checkpoints(NAME)
