@@ -20,9 +20,9 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, field_validator
 
 from .config import Frozen, LoRAConfig, Retention
-from .errors import ConflictError, NotFoundError, RivalError, StoreError
+from .errors import ConflictError, NotFoundError, RivalError, UnreadableError
 from .names import ModelName
-from .protocol import CheckpointInfo, Metrics
+from .protocol import CheckpointInfo, Finite, Metrics
 from .store import Blob, Store
 from .transfer import Transfer, Watch
 
@@ -33,6 +33,7 @@ AT_ONCE = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
+Kept = TypeVar("Kept", bound=Frozen)
 
 
 class Parent(Frozen):
@@ -71,7 +72,7 @@ class Manifest(Frozen):
     lora: LoRAConfig
     files: dict[str, Blob] = {}
     metrics: Metrics = {}
-    probe: dict[int, float] = {}
+    probe: Finite[int] = {}
     """Logprobs, by token, that an engine with these weights gives after the server's probe."""
     retention: Retention | None = None
     """Which steps of the model stay, by whoever registered it last."""
@@ -304,7 +305,7 @@ class Checkpoints:
         """What was logged for each step, as `split/metric`; of several values the last."""
 
         def parse(key: str) -> LoggedMetrics:
-            return LoggedMetrics.model_validate_json(self.store.read(key))
+            return self._read_as(LoggedMetrics, key)
 
         logged: dict[int, Metrics] = {}
         entries = each(parse, self.store.list(f"{self.name}/metrics/"))
@@ -318,13 +319,18 @@ class Checkpoints:
         return sorted(int(found[1]) for key in keys if (found := STEP.search(key)))
 
     def _parse(self, key: str) -> Manifest:
+        return self._read_as(Manifest, key)
+
+    def _read_as(self, kind: type[Kept], key: str) -> Kept:
         data = self.store.read(key)
         try:
-            return Manifest.model_validate_json(data)
+            return kind.model_validate_json(data)
         except ValidationError as error:
-            raise StoreError(
-                f"{key} in {self.store.url} is not a manifest that this version "
-                f"understands ({error.error_count()} problems). Did a newer art-cloud write it?"
+            raise UnreadableError(
+                f"{key} in {self.store.url} is not what this version of art-cloud writes there: it "
+                f"is damaged, or a newer art-cloud wrote it ({error.error_count()} problems). Only "
+                f"{self.name} is hurt. Restore the file from a copy, upgrade, or go on with a fork "
+                "of a step that can be read: art-cloud checkpoints fork --step"
             ) from error
 
     def _key(self, step: int, folder: Literal["steps", "removed"] = "steps") -> str:
