@@ -349,7 +349,7 @@ class Checkpoints:
 
 def superseded(there: Manifest) -> RivalError:
     """What a server is told that wanted to make the step `there` too."""
-    return RivalError(
+    error = RivalError(
         f"Step {there.step} of {there.name} was made by another call ({there.call_id}, "
         f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC) on another server"
         + (f" ({there.writer})" if there.writer else "")
@@ -357,6 +357,8 @@ def superseded(there: Manifest) -> RivalError:
         "more for the model until it is registered here again. Stop one of the two, or train a "
         "fork."
     )
+    error.call_id = there.call_id
+    return error
 
 
 def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:

@@ -91,6 +91,8 @@ class ConflictError(ArtCloudError):
 
 class RivalError(ConflictError):
     code = "rival_server"
+    call_id = ""
+    """Of the call that made the step; empty where that is not known."""
 
 
 class ServerError(ArtCloudError):

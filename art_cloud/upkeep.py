@@ -69,9 +69,7 @@ def collect_garbage(
     return [blob for blob in garbage if store.delete_blob(blob.sha256, before)]
 
 
-def _manifests(
-    store: Store, names: Iterable[ModelName]
-) -> tuple[list[Manifest], dict[str, str]]:
+def _manifests(store: Store, names: Iterable[ModelName]) -> tuple[list[Manifest], dict[str, str]]:
     """All steps of these models; and of those that can't be read, by their policy, the key."""
     unreadable: dict[str, str] = {}
 
@@ -116,9 +114,7 @@ def verify(
     for manifest in manifests:
         for path, blob in manifest.files.items():
             hurt[blob].append(f"{manifest.policy} {path}")
-    lost = [
-        Damage(None, "unreadable", [f"{policy} {key}"]) for policy, key in unreadable.items()
-    ]
+    lost = [Damage(None, "unreadable", [f"{policy} {key}"]) for policy, key in unreadable.items()]
     transfer = Transfer(sum(blob.size for blob in hurt), watch)
 
     with tempfile.TemporaryDirectory(prefix="art-cloud-") as folder:

@@ -399,9 +399,10 @@ class Jobs:
             return ErrorBody(message=str(error), type="job_error", code=error.code)
         except Exception as error:
             log.exception("job %s (%s)", info.id, what)
+            made = "" if info.kind == "register" else "No step was made. "
             return ErrorBody(
                 message=f"The {what} failed inside the server ({type(error).__name__}: {error}). "
-                "No step was made. See the server's log (`art-cloud logs`).",
+                f"{made}See the server's log (`art-cloud logs`).",
                 type="server_error",
                 code="job_failed",
             )

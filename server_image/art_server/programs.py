@@ -194,10 +194,12 @@ class Programs:
         except BaseException as error:
             # what the trainer holds may be half a step: the next job reads the newest one again
             self._resident.pop(name, None)
-            if isinstance(error, RivalError):
-                runtime.models.fence(name, error)
             await asyncio.wait([looking])
             looking.exception()  # it, or what came before it, is raised
+            if isinstance(error, RivalError):
+                if error.call_id in self.publisher.unsure:
+                    raise await self._counted_after_all(name, error.call_id, report) from error
+                runtime.models.fence(name, error)
             raise
         finally:
             runtime.models.repeated(name)
@@ -240,6 +242,20 @@ class Programs:
         mine, there = found
         await self._serve(there, report)
         return mine
+
+    async def _counted_after_all(
+        self, name: ModelName, call_id: str, report: Report
+    ) -> ConflictError:
+        """Go on from a step of this server that it had given up, and what the next call is told."""
+        newest = partial(asyncio.to_thread, self.runtime.checkpoints(name).newest)
+        there = await until_answered(newest, report)
+        assert there is not None
+        await self._serve(there, report)
+        return ConflictError(
+            f"{there.policy} is in the store: call {call_id} made it, which was answered with an "
+            "error because the store did not answer. That call counts, and this one made no step. "
+            "If it was a repeat of that one, nothing is left to do; if not, make it again."
+        )
 
     async def reopen(self, names: Iterable[ModelName], repeated: set[ModelName]) -> None:
         """After a restart: serve the newest step of the models that this server had.
