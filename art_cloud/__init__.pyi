@@ -33,6 +33,7 @@ from .errors import (
     StoreFullError,
     StoreUnavailableError,
     TooManyExceptionsError,
+    UnreadableError,
     UntrainableError,
     VersionMismatchError,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryGroup",
     "TrajectoryScore",
+    "UnreadableError",
     "UntrainableError",
     "VersionMismatchError",
     "__version__",

@@ -18,7 +18,15 @@ from .errors import ArtCloudError, NotFoundError, RivalError, ServerError
 from .http import ServerClient, complaint, error_of, parse, path_of
 from .names import ModelName
 from .progress import Bar, progress, say, say_once
-from .protocol import CheckpointInfo, ErrorBody, JobEvent, JobInfo, RegisterRequest, StepResult
+from .protocol import (
+    CheckpointInfo,
+    ErrorBody,
+    JobEvent,
+    JobInfo,
+    RegisterRequest,
+    StepResult,
+    finite,
+)
 
 RESUBMISSIONS = 10
 """How often a call is sent again to a server that was replaced and does not know it."""
@@ -206,5 +214,5 @@ def _show(bar: Bar, event: JobEvent) -> None:
         return
     words = [str(data.get("phase", event.type))]
     if isinstance(metrics := data.get("metrics"), dict) and event.type == "progress":
-        words += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        words += [f"{name} {value:.4g}" for name, value in finite(metrics).items()]
     bar.update(data.get("done"), data.get("total"), ", ".join(words))

@@ -30,9 +30,9 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, field_validator
 
 from .config import Frozen, LoRAConfig, Retention
-from .errors import ConflictError, NotFoundError, RivalError, StoreError
+from .errors import ConflictError, NotFoundError, RivalError, UnreadableError
 from .names import ModelName
-from .protocol import CheckpointInfo, Metrics
+from .protocol import CheckpointInfo, Finite, Metrics
 from .store import Blob, Store, missing_blob
 from .transfer import Transfer, Watch
 
@@ -47,6 +47,7 @@ AT_ONCE = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
+Kept = TypeVar("Kept", bound=Frozen)
 
 
 class Parent(Frozen):
@@ -85,7 +86,7 @@ class Manifest(Frozen):
     lora: LoRAConfig
     files: dict[str, Blob] = {}
     metrics: Metrics = {}
-    probe: dict[int, float] = {}
+    probe: Finite[int] = {}
     """Logprobs, by token, that an engine with these weights gives after the server's probe."""
     retention: Retention | None = None
     """Which steps of the model stay, by whoever registered it last."""
@@ -171,12 +172,12 @@ class Checkpoints:
 
         return [manifest for manifest in each(parse, self.steps()) if manifest]
 
-    def needed(self) -> list[Manifest]:
-        """The manifests whose blobs are no garbage: of all steps that are there or, of a model that
-        is about to begin, of its first one."""
-        with suppress(NotFoundError):
-            return self.manifests() or [self._parse(self._first)]
-        return []
+    def beginning(self) -> Manifest:
+        """What a model begins with, or is about to begin with: its blobs are no garbage.
+
+        Raises `NotFoundError` if there is no such model, or if an earlier version made it.
+        """
+        return self._parse(self._first)
 
     def newest(self) -> Manifest | None:
         steps = self._numbers("steps")  # the newest is never removed
@@ -347,7 +348,7 @@ class Checkpoints:
 
         def parse(key: str) -> LoggedMetrics:
             if key not in self._entries:
-                self._entries[key] = LoggedMetrics.model_validate_json(self.store.read(key))
+                self._entries[key] = self._read_as(LoggedMetrics, key)
             return self._entries[key]
 
         logged: dict[int, Metrics] = {}
@@ -374,13 +375,18 @@ class Checkpoints:
         return sorted(int(found[1]) for key in keys if (found := STEP.search(key)))
 
     def _parse(self, key: str) -> Manifest:
+        return self._read_as(Manifest, key)
+
+    def _read_as(self, kind: type[Kept], key: str) -> Kept:
         data = self.store.read(key)
         try:
-            return Manifest.model_validate_json(data)
+            return kind.model_validate_json(data)
         except ValidationError as error:
-            raise StoreError(
-                f"{key} in {self.store.url} is not a manifest that this version "
-                f"understands ({error.error_count()} problems). Did a newer art-cloud write it?"
+            raise UnreadableError(
+                f"{key} in {self.store.url} is not what this version of art-cloud writes there: it "
+                f"is damaged, or a newer art-cloud wrote it ({error.error_count()} problems). Only "
+                f"{self.name} is hurt. Restore the file from a copy, upgrade, or go on with a fork "
+                "of a step that can be read: art-cloud checkpoints fork --step"
             ) from error
 
     def _key(self, step: int, folder: Literal["steps", "removed"] = "steps") -> str:
@@ -465,7 +471,7 @@ def _same_beginning(first: Manifest, other: Manifest) -> bool:
 
 def superseded(there: Manifest) -> RivalError:
     """What a server is told that wanted to make the step `there` too."""
-    return RivalError(
+    error = RivalError(
         f"Step {there.step} of {there.name} was made by another call ({there.call_id}, "
         f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC) on another server"
         + (f" ({there.writer})" if there.writer else "")
@@ -473,6 +479,8 @@ def superseded(there: Manifest) -> RivalError:
         "more for the model until it is registered here again. Stop one of the two, or train a "
         "fork."
     )
+    error.call_id = there.call_id
+    return error
 
 
 def best(infos: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo:

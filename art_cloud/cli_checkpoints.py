@@ -27,7 +27,7 @@ from .cli_store import (
     size,
     steps_of,
 )
-from .errors import ConfigError, NotFoundError
+from .errors import ConfigError, NotFoundError, UnreadableError
 
 if TYPE_CHECKING:
     from .checkpoints import Checkpoints, Manifest
@@ -59,8 +59,13 @@ def list_checkpoints(
     with reported():
         if model is None:
             opened = open_for(store, cluster)
-            newest = [Checkpoints(opened, name).newest() for name in models(opened)]
-            there = [manifest for manifest in newest if manifest]
+            there = []
+            for name in models(opened):
+                try:
+                    if (newest := Checkpoints(opened, name).newest()) is not None:
+                        there.append(newest)
+                except UnreadableError as error:
+                    typer.echo(f"Not shown: {name}. {error}", err=True)
             if as_json:
                 typer.echo(json.dumps([_model_json(manifest) for manifest in there]))
             elif there:
@@ -285,18 +290,26 @@ def verify(
         names = chosen_name or upkeep.models(opened)
         with _moving(f"verify {model or opened.url}") as watch:
             read, damage = upkeep.verify(opened, names, watch)
-        if model and not read:
+        if model and not read and not damage:
             raise NotFoundError(f"{model} has no steps in {opened.url}.")
     if as_json:
         found = [
-            {"sha256": one.blob.sha256, "what": one.what, "hurt": list(one.hurt)} for one in damage
+            {
+                "sha256": one.blob.sha256 if one.blob else None,
+                "what": one.what,
+                "hurt": list(one.hurt),
+            }
+            for one in damage
         ]
         typer.echo(json.dumps({"blobs": read, "damaged": found}))
     elif damage:
         tables.print_damage(damage)
+        lost = sum(one.blob is None for one in damage)
+        skipped = f", and {count(range(lost), 'manifest')} can't be read" if lost else ""
         typer.echo(
-            f"{len(damage)} of {read} blobs are damaged. Nothing loads them. Restore them from a "
-            "copy of the store, or go on from a step that is whole: art-cloud checkpoints fork"
+            f"{len(damage) - lost} of {read} blobs are damaged{skipped}. Nothing loads them. "
+            "Restore them from a copy of the store, or go on from a step that is whole: art-cloud "
+            "checkpoints fork"
         )
     else:
         typer.echo(f"All {count(range(read), 'blob')} are whole.")

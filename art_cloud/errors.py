@@ -23,7 +23,8 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
     │   ├── StoreUnavailableError    the store did not answer: never read as "empty"
     │   ├── StoreAccessError         the store refused the credentials: wrong, expired, not allowed
     │   ├── StoreFullError           no space left; the step before is whole
-    │   └── CorruptBlobError         content does not match its hash; nothing was loaded
+    │   ├── CorruptBlobError         content does not match its hash; nothing was loaded
+    │   └── UnreadableError          a manifest that this version does not understand
     ├── RolloutError
     │   ├── RolloutTimeoutError      one rollout passed its deadline
     │   └── TooManyExceptionsError   more rollouts failed than `max_exceptions` allows
@@ -90,6 +91,8 @@ class ConflictError(ArtCloudError):
 
 class RivalError(ConflictError):
     code = "rival_server"
+    call_id = ""
+    """Of the call that made the step; empty where that is not known."""
 
 
 class ServerError(ArtCloudError):
@@ -139,6 +142,10 @@ class StoreFullError(StoreError):
 
 class CorruptBlobError(StoreError):
     code = "corrupt_blob"
+
+
+class UnreadableError(StoreError):
+    code = "unreadable"
 
 
 class RolloutError(ArtCloudError):

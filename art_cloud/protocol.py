@@ -29,10 +29,21 @@ A job's call carries an id of the caller's: a repeat is answered with what the f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Literal
+from math import isfinite
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, SecretStr
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PlainSerializer,
+    SecretStr,
+)
 
 from .config import Frozen, LoRAConfig, Retention, SFTConfig
 from .names import ModelName
@@ -42,11 +53,34 @@ CALL_ID = "Art-Call-Id"
 VERSION = "Art-Version"
 POLICY = "Art-Policy"
 
-Metrics = dict[str, float]
 EngineName = Literal["transformers", "vllm"]
 """What samples on a server."""
+
+K = TypeVar("K")
 Durability = Literal["sync", "async"]
 """When a job is done: once its step is in the store, or once it is served."""
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a number that JSON has."""
+    try:
+        return isinstance(value, int | float) and isfinite(value)
+    except OverflowError:  # an integer that no float can be
+        return False
+
+
+def finite(found: Any) -> Any:
+    """Of a mapping, what has a finite number for its value. All else is left to whoever checks."""
+    if not isinstance(found, Mapping):
+        return found
+    return {name: value for name, value in found.items() if is_finite(value)}
+
+
+Finite = Annotated[dict[K, float], BeforeValidator(finite), PlainSerializer(finite)]
+"""Numbers by their names, finite ones only, whatever is read and whatever is written: JSON has no
+others. A measurement that came to inf or nan is absent, as is the null that old files have for it.
+"""
+Metrics = Finite[str]
 
 
 class Received(BaseModel):
@@ -216,7 +250,7 @@ class LoggedTrajectory(Frozen):
     group: NonNegativeInt
     trajectory: NonNegativeInt
     reward: FiniteFloat
-    metrics: dict[str, Any]
+    metrics: Metrics
     metadata: dict[str, Any]
     messages: list[Any]
     logs: list[str]

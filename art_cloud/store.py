@@ -213,10 +213,14 @@ class FileStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(staged, path)
+                created = True
             except FileExistsError:
-                return False
-            _sync(path.parent)
-            return True
+                created = False
+            try:
+                _sync(path.parent)  # of one that is there too: whoever put it may have failed here
+            except OSError as error:  # it is there, so that this is no refusal
+                raise OSError(errno.EIO, error.strerror) from error
+            return created
 
     def list(self, prefix: str) -> list[str]:
         folder = self._path(prefix)

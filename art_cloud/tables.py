@@ -67,7 +67,9 @@ def print_models(newest: Sequence[Manifest]) -> None:
 
 
 def print_damage(damage: Sequence[Damage]) -> None:
-    rows = [(one.blob.sha256[:12], one.what, "\n".join(one.hurt)) for one in damage]
+    rows = [
+        (one.blob.sha256[:12] if one.blob else "", one.what, "\n".join(one.hurt)) for one in damage
+    ]
     print_table(("blob", "is", "hurts"), rows)
 
 

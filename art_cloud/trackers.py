@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from .errors import ConfigError
 from .names import ModelName
 from .progress import say, say_once
-from .protocol import Metrics
+from .protocol import Metrics, is_finite
 from .trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def numbers(row: dict[str, Any]) -> Metrics:
     return {
         tracked_name(key): float(value)
         for key, value in row.items()
-        if isinstance(value, int | float) and key != "step"
+        if is_finite(value) and key != "step"
     }
 
 

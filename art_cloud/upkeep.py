@@ -23,8 +23,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from .checkpoints import Checkpoints, each
-from .errors import CorruptBlobError, NotFoundError
+from .checkpoints import Checkpoints, Manifest, each
+from .errors import CorruptBlobError, NotFoundError, UnreadableError
 from .names import ModelName
 from .store import Blob, Store
 from .transfer import Transfer, Watch
@@ -56,16 +56,19 @@ def find_garbage(store: Store, older_than: timedelta = GRACE) -> Garbage:
     """The blobs that no manifest names and that were stored, or used again, so long ago.
 
     Raises:
-        StoreError: a manifest can't be read. What it names is not known, so nothing is garbage.
+        UnreadableError: there are manifests that can't be read. What they name is not known, so
+            nothing is garbage.
     """
     before = datetime.now(UTC) - older_than
     old = [blob for blob, stored_at in store.blobs() if stored_at < before]
-    named = {
-        blob.sha256
-        for name in _named(BEGUN, store)
-        for manifest in Checkpoints(store, name).needed()
-        for blob in manifest.files.values()
-    }
+    manifests, unreadable = _manifests(store, _named(BEGUN, store))
+    if unreadable:
+        raise UnreadableError(
+            f"Nothing was removed from {store.url}, since what these name is not known: "
+            f"{', '.join(unreadable.values())}. Restore them from a copy, upgrade if a newer "
+            "art-cloud wrote them, or give their steps up and delete these files; then repeat."
+        )
+    named = {blob.sha256 for manifest in manifests for blob in manifest.files.values()}
     return Garbage([blob for blob in old if blob.sha256 not in named], before)
 
 
@@ -84,10 +87,34 @@ def collect_garbage(store: Store, garbage: Garbage) -> list[Blob]:
     return [blob for blob in garbage.blobs if delete(blob)]
 
 
+def _manifests(store: Store, names: Iterable[ModelName]) -> tuple[list[Manifest], dict[str, str]]:
+    """All steps of these models, and what a model without steps is about to begin with; and of
+    those that can't be read, by their policy, the key."""
+    unreadable: dict[str, str] = {}
+
+    def read(place: tuple[Checkpoints, int | None]) -> Manifest | None:
+        steps, step = place
+        try:
+            return steps.beginning() if step is None else steps.read(step)
+        except NotFoundError:  # removed meanwhile
+            return None
+        except UnreadableError:
+            if step is None:
+                unreadable[str(steps.name)] = f"{steps.name}/first.json"
+            else:
+                unreadable[str(steps.name.at(step))] = f"{steps.name}/steps/{step:06d}.json"
+            return None
+
+    kept = [Checkpoints(store, name) for name in names]
+    found = each(read, [(steps, step) for steps in kept for step in steps.steps() or [None]])
+    return [manifest for manifest in found if manifest], dict(sorted(unreadable.items()))
+
+
 @dataclass(frozen=True)
 class Damage:
-    blob: Blob
-    what: Literal["missing", "corrupt"]
+    blob: Blob | None
+    """None: it is the step's manifest that can't be read."""
+    what: Literal["missing", "corrupt", "unreadable"]
     hurt: Sequence[str]
     """What can't be used: `project/model@step file`."""
 
@@ -98,16 +125,18 @@ def verify(
     """Read every blob that the steps of these models name, and compare it with its hash.
 
     Returns:
-        How many blobs there are, and what is wrong with some of them.
+        How many blobs there are, and what is wrong with some of them. Of a step whose manifest
+        can't be read, it is not known which it has.
 
     Raises:
         StoreError: the store did not answer: it is not known what is damaged.
     """
     hurt: defaultdict[Blob, list[str]] = defaultdict(list)
-    for name in names:
-        for manifest in Checkpoints(store, name).manifests():
-            for path, blob in manifest.files.items():
-                hurt[blob].append(f"{manifest.policy} {path}")
+    manifests, unreadable = _manifests(store, names)
+    for manifest in manifests:
+        for path, blob in manifest.files.items():
+            hurt[blob].append(f"{manifest.policy} {path}")
+    lost = [Damage(None, "unreadable", [f"{policy} {key}"]) for policy, key in unreadable.items()]
     transfer = Transfer(sum(blob.size for blob in hurt), watch)
 
     with tempfile.TemporaryDirectory(prefix="art-cloud-") as folder:
@@ -123,7 +152,7 @@ def verify(
                 return Damage(blob, "corrupt", hurt[blob])
             return None
 
-        return len(hurt), [damage for damage in each(check, hurt) if damage]
+        return len(hurt), lost + [damage for damage in each(check, hurt) if damage]
 
 
 def in_bytes(blobs: Iterable[Blob]) -> int:

@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from pydantic_core import to_json
+
 from art_cloud.errors import (
     ArtCloudError,
     ConfigError,
@@ -154,9 +156,12 @@ class Journal:
         return {self.get(job).name for job in self._repeated}
 
     def models(self) -> list[ModelName]:
-        """The models that this server has worked for."""
+        """The models that this server works for, in the order in which they came."""
         with self._lock:
-            rows = self._db.execute("SELECT DISTINCT project, model FROM jobs").fetchall()
+            rows = self._db.execute(
+                "SELECT project, model FROM jobs WHERE state != 'failed'"
+                " GROUP BY project, model ORDER BY min(number)"
+            ).fetchall()
         return [ModelName(project, model) for project, model in rows]
 
     def totals(self) -> Totals:
@@ -192,7 +197,8 @@ class Journal:
     def make_durable(self, job: str) -> None:
         """Note that the step of a job that is done is in the store now."""
         result = self.get(job).result
-        assert result is not None
+        if result is None:  # the end of the job could not be written yet: it will say so itself
+            return
         whole = result.model_copy(update={"durable": True})
         with self._transaction():
             self._db.execute(
@@ -216,7 +222,7 @@ class Journal:
         self._db.execute(
             "INSERT INTO events SELECT ?, coalesce(max(number), 0) + 1, ?, ?, ?"
             " FROM events WHERE job = ?",
-            (job, type_, datetime.now(UTC).isoformat(), json.dumps(data), job),
+            (job, type_, datetime.now(UTC).isoformat(), _json(data), job),
         )
 
     @contextmanager
@@ -248,6 +254,11 @@ class Journal:
             JobEvent(number=number, type=type_, time=time, data=json.loads(data))
             for number, type_, time, data in rows
         ]
+
+
+def _json(data: dict[str, Any]) -> str:
+    """As JSON has it: what is no finite number becomes null."""
+    return to_json(data, inf_nan_mode="null").decode()
 
 
 RETRY_SECONDS = 5.0
@@ -371,7 +382,10 @@ class Jobs:
                 raise ServerStoppingError(
                     f"Job {info.id} was left for the next start of the server."
                 )
-            self.journal.add_event(info.id, "progress", data)
+            try:
+                self.journal.add_event(info.id, "progress", data)
+            except StoreFullError as error:  # of what is said, no job depends
+                log.error("nobody could be told %s: %s", data, error)
             asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
 
         what = f"{info.kind} of {info.project}/{info.model}"
@@ -385,9 +399,10 @@ class Jobs:
             return ErrorBody(message=str(error), type="job_error", code=error.code)
         except Exception as error:
             log.exception("job %s (%s)", info.id, what)
+            made = "" if info.kind == "register" else "No step was made. "
             return ErrorBody(
                 message=f"The {what} failed inside the server ({type(error).__name__}: {error}). "
-                "No step was made. See the server's log (`art-cloud logs`).",
+                f"{made}See the server's log (`art-cloud logs`).",
                 type="server_error",
                 code="job_failed",
             )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from art_cloud.checkpoints import Manifest
-from art_cloud.errors import NotFoundError, RivalError
+from art_cloud.errors import ArtCloudError, NotFoundError, RivalError
 from art_cloud.names import ModelName
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class Models:
     def __init__(self) -> None:
         self._newest: dict[ModelName, Manifest] = {}
         self._fenced: dict[ModelName, str] = {}
+        self._left_out: dict[ModelName, ArtCloudError] = {}
         self._repeating: dict[ModelName, asyncio.Event] = {}
         self._fences_changed = asyncio.Event()
 
@@ -44,6 +45,8 @@ class Models:
         try:
             return self._newest[name]
         except KeyError:
+            if (why := self._left_out.get(name)) is not None:
+                raise type(why)(*why.args) from None
             known = ", ".join(map(str, self._newest)) or "none"
             raise NotFoundError(
                 f"{name} is not registered with this server. Registered: {known}. "
@@ -60,8 +63,14 @@ class Models:
     def set_newest(self, manifest: Manifest) -> None:
         """From the next request on, its model's plain name means this step."""
         self._newest[manifest.name] = manifest
+        self._left_out.pop(manifest.name, None)
         if self._fenced.pop(manifest.name, None) is not None:
             self._fences_changed.set()
+
+    def leave_out(self, name: ModelName, why: ArtCloudError) -> None:
+        """A model that this server had can't be served: whoever asks for it is told why."""
+        log.error("%s is not served: %s", name, why)
+        self._left_out[name] = why
 
     def fence(self, name: ModelName, error: RivalError) -> None:
         log.error("%s", error)

@@ -20,9 +20,12 @@ from art_cloud.config import SFTConfig, TrainConfig
 from art_cloud.errors import (
     CanaryError,
     ConflictError,
-    CorruptBlobError,
     NotFoundError,
     RivalError,
+    StoreAccessError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
 )
 from art_cloud.names import ModelName
 from art_cloud.protocol import (
@@ -32,6 +35,7 @@ from art_cloud.protocol import (
     RegisterRequest,
     SFTRequest,
     StepResult,
+    is_finite,
 )
 from art_cloud.wire import decode_batch
 
@@ -48,6 +52,8 @@ log = logging.getLogger(__name__)
 
 INIT = "init"
 """The call id of every step 0: made from the same seed, it is the same step whoever makes it."""
+OF_ANY_MODEL = (StoreUnavailableError, StoreAccessError, StoreFullError)
+"""Errors that one model has no more than another."""
 
 
 class Programs:
@@ -120,7 +126,7 @@ class Programs:
             )
             metrics |= self.runtime.trainer.optim_step(str(name), adam(config))
             metrics["seconds"] = time.perf_counter() - started
-            return _next(job, newest, metrics | batch.metrics)
+            return _next(job, newest, metrics | batch.metrics, report)
 
         number = done.step if done else newest.step + 1
         checkpoints = self.runtime.checkpoints(name)
@@ -176,7 +182,7 @@ class Programs:
                 "tokens_per_second": computed / seconds,
                 "seconds": seconds,
             }
-            return _next(job, newest, metrics)
+            return _next(job, newest, metrics, report)
 
         return await self._step(job, step, report)
 
@@ -198,10 +204,12 @@ class Programs:
         except BaseException as error:
             # what the trainer holds may be half a step: the next job reads the newest one again
             self._resident.pop(name, None)
-            if isinstance(error, RivalError):
-                runtime.models.fence(name, error)
             await asyncio.wait([looking])
             looking.exception()  # it, or what came before it, is raised
+            if isinstance(error, RivalError):
+                if error.call_id in self.publisher.unsure:
+                    raise await self._counted_after_all(name, error.call_id, report) from error
+                runtime.models.fence(name, error)
             raise
         finally:
             runtime.models.repeated(name)
@@ -245,22 +253,41 @@ class Programs:
         await self._serve(there, report)
         return mine
 
+    async def _counted_after_all(
+        self, name: ModelName, call_id: str, report: Report
+    ) -> ConflictError:
+        """Go on from a step of this server that it had given up, and what the next call is told."""
+        newest = partial(asyncio.to_thread, self.runtime.checkpoints(name).newest)
+        there = await until_answered(newest, report)
+        assert there is not None
+        await self._serve(there, report)
+        return ConflictError(
+            f"{there.policy} is in the store: call {call_id} made it, which was answered with an "
+            "error because the store did not answer. That call counts, and this one made no step. "
+            "If it was a repeat of that one, nothing is left to do; if not, make it again."
+        )
+
     async def reopen(self, names: Iterable[ModelName], repeated: set[ModelName]) -> None:
         """After a restart: serve the newest step of the models that this server had.
 
-        Of those that are `repeated` a job makes a step again that was served already.
+        Of those that are `repeated` a job makes a step again that was served already. A model that
+        can't be served is left out, and whoever asks for it is told why.
         """
         for name in names:
             checkpoints = self.runtime.checkpoints(name)
-            manifest = await self.runtime.in_training_thread(checkpoints.newest)
-            if manifest is not None:
+            try:
+                manifest = await self.runtime.in_training_thread(checkpoints.newest)
+                if manifest is None:
+                    continue
                 await self.runtime.open_base(manifest.base_model)
-                try:
-                    await self._serve(manifest, log_progress)
-                    if name in repeated:
-                        self.runtime.models.repeat(name)
-                except (CanaryError, CorruptBlobError, NotFoundError) as error:
-                    log.error("%s can't be served: %s", manifest.policy, error)
+                await self._serve(manifest, log_progress)
+            except OF_ANY_MODEL:
+                raise
+            except (StoreError, CanaryError, ConflictError, NotFoundError) as error:
+                self.runtime.models.leave_out(name, error)
+            else:
+                if name in repeated:
+                    self.runtime.models.repeat(name)
 
     async def _serve(self, manifest: Manifest, report: Report) -> None:
         checkpoints = self.runtime.checkpoints(manifest.name)
@@ -293,8 +320,15 @@ class Programs:
             self.runtime.trainer.load_state(str(newest.name), self.runtime.fetch(newest))
 
 
-def _next(job: JobInfo, newest: Manifest, metrics: Metrics) -> Manifest:
+def _next(job: JobInfo, newest: Manifest, metrics: Metrics, report: Report) -> Manifest:
     """The step that `job` makes from `newest`, without its files."""
+    if odd := [f"{name} ({value})" for name, value in metrics.items() if not is_finite(value)]:
+        text = (
+            f"Step {newest.step + 1} of {newest.name} is kept without these metrics, which are no "
+            f"finite numbers: {', '.join(odd)}. Are logprobs of the batch those of its policy?"
+        )
+        log.warning(text)
+        report({"phase": "training", "warning": text})
     return Manifest(
         project=newest.project,
         model=newest.model,

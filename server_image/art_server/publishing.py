@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from art_cloud.checkpoints import Manifest
-from art_cloud.errors import ArtCloudError, RivalError, StoreFullError
+from art_cloud.errors import ArtCloudError, ConflictError, RivalError, StoreFullError, StoreUnavailableError
 from art_cloud.protocol import StepResult
 from art_cloud.store import Blob
 from art_cloud.transfer import Rate
 
 from .canary import EXPECTED
 from .commits import Commits, log_progress, until_answered
-from .jobs import Report
+from .jobs import RETRY_SECONDS, Report
 from .pruning import Pruner
 from .runtime import Runtime
 
@@ -45,6 +45,8 @@ class Publisher:
         self.commits = Commits(self._durable, self._not_durable)
         self.note_stored: Callable[[str, ArtCloudError | None], Awaitable[None]] = nobody
         """Told the id of a call whose step was stored after its job, or could not be."""
+        self.unsure: set[str] = set()
+        """Ids of calls that failed when their manifests were sent: these may be in the store."""
         self._runtime = runtime
         self._pruner = pruner
 
@@ -53,7 +55,7 @@ class Publisher:
 
         Raises `CanaryError` if the engine would serve other weights, `RivalError` if another call
         took the step's number, `ConflictError` if another one has begun the model. Then there is no
-        such step here.
+        such step here. Once its manifest is in the store, nothing raises any more.
         """
         runtime, trainer, name = self._runtime, self._runtime.trainer, str(draft.name)
         behind = runtime.settings.durability == "async" and draft.kind != "init"
@@ -130,7 +132,18 @@ class Publisher:
         checkpoints = self._runtime.checkpoints(draft.name)
         manifest = draft.model_copy(update={"files": await files})
         create = partial(asyncio.to_thread, checkpoints.create, manifest, folder)
-        stored = await until_answered(create, tell)
+        try:
+            stored = await until_answered(create, tell)
+        except ConflictError:
+            raise
+        except BaseException as error:
+            self.unsure.add(draft.call_id)
+            if isinstance(error, StoreUnavailableError):
+                raise StoreUnavailableError(
+                    f"{error} Whether {draft.policy} came there all the same is not known: if it "
+                    f"did, the next call that trains {draft.name} says so."
+                ) from error
+            raise
         await keep()
         return stored
 
@@ -150,7 +163,9 @@ class Publisher:
         await self._note(draft, error)
 
     async def _note(self, manifest: Manifest, error: ArtCloudError | None) -> None:
-        try:
-            await self.note_stored(manifest.call_id, error)
-        except StoreFullError as full:
-            log.error("what became of %s could not be noted: %s", manifest.policy, full)
+        while True:
+            try:
+                return await self.note_stored(manifest.call_id, error)
+            except StoreFullError as full:
+                log.error("what became of %s can't be noted yet: %s", manifest.policy, full)
+                await asyncio.sleep(RETRY_SECONDS)

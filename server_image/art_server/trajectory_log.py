@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic_core import to_json
 
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import InvalidRequestError, StoreError
@@ -85,9 +86,9 @@ def write_logged(checkpoints: Checkpoints, entry: LogRequest, base: BaseModel | 
             "group": row.group,
             "trajectory": row.trajectory,
             "reward": row.reward,
-            "metrics": json.dumps(row.metrics),
-            "metadata": json.dumps(row.metadata),
-            "messages": json.dumps(row.messages),
+            "metrics": _json(row.metrics),
+            "metadata": _json(row.metadata),
+            "messages": _json(row.messages),
             "logs": row.logs,
             "samples": [samples[index] for index in row.samples],
         }
@@ -124,7 +125,8 @@ def keeper(
             log.warning(
                 "%s: %s", checkpoints.name, text, exc_info=not isinstance(error, StoreError)
             )
-            report({"phase": "done", "warning": text})
+            with suppress(Exception):  # the server is about to end
+                report({"phase": "done", "warning": text})
 
     return keep
 
@@ -139,14 +141,19 @@ def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None
             "group": number,
             "trajectory": place,
             "reward": reward,
-            "metrics": json.dumps(group.metrics[place] if group.metrics else {}),
-            "metadata": json.dumps(group.metadata[place] if group.metadata else {}),
+            "metrics": _json(group.metrics[place] if group.metrics else {}),
+            "metadata": _json(group.metadata[place] if group.metadata else {}),
             "logs": [],
             "samples": [samples[index] for index in group.samples[place]],
         }
         for number, group in enumerate(batch.groups)
         for place, reward in enumerate(group.rewards)
     )
+
+
+def _json(content: object) -> str:
+    """As JSON has it: what is no finite number becomes null."""
+    return to_json(content, inf_nan_mode="null").decode()
 
 
 def _samples(samples: Sequence[Sample], base: BaseModel | None) -> list[dict[str, Any]]:

@@ -278,7 +278,7 @@ def test_steps_that_earlier_versions_removed(steps: Checkpoints, tmp_path: Path)
     with pytest.raises(ConflictError, match=r"games/agent exists already: it began with step 0"):
         commit(steps, tmp_path, 0)
     assert commit(steps, tmp_path, 4).step == 4
-    assert {blob for one in steps.needed() for blob in one.files.values()} == {
+    assert {blob for one in (steps.manifests() or [steps.beginning()]) for blob in one.files.values()} == {
         blob for step in (1, 3, 4) for blob in steps.read(step).files.values()
     }
 
@@ -292,7 +292,7 @@ def test_a_model_begins_once(steps: Checkpoints, tmp_path: Path) -> None:
     forked = steps.fork(name)
     (tmp_path / "store/games/copy/steps/000001.json").unlink()  # as if it had been killed
     assert (copy.steps(), copy.newest()) == ([], None)
-    assert copy.needed() == [forked]
+    assert [copy.beginning()] == [forked]
     with pytest.raises(
         ConflictError, match=r"games/copy exists already: it began with step 1 \(fork"
     ):

@@ -14,7 +14,13 @@ from art_server.programs import Programs
 from art_server.runtime import Runtime, Settings
 
 from art_cloud.config import LoRAConfig
-from art_cloud.errors import ConfigError, NotFoundError
+from art_cloud.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    RivalError,
+    StoreUnavailableError,
+)
 from art_cloud.names import ModelName
 from art_cloud.protocol import JobInfo, JobKind, RegisterRequest, StepResult
 from art_cloud.store import Blob
@@ -128,6 +134,33 @@ async def test_the_same_call_is_found_in_the_store_without_a_journal(
     await again.reopen([NAME], set())
     assert await run(again, "train", body, call) == first
     assert steps(runtime) == [0, 1]
+
+
+async def test_a_step_that_was_given_up_and_is_there_all_the_same_has_no_rival(
+    runtime: Runtime, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store took the manifest, and its answer never came: nobody knows, until it is asked."""
+    create = runtime.store.create
+    body, call = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
+
+    def lose_the_answer(key: str, data: bytes) -> bool:
+        created = create(key, data)
+        if "/steps/" in key:
+            raise StoreUnavailableError("The store did not answer.")
+        return created
+
+    with monkeypatch.context() as patch:
+        patch.setattr("art_server.commits.STORE_SECONDS", 0.0)
+        patch.setattr(runtime.store, "create", lose_the_answer)
+        with pytest.raises(StoreUnavailableError, match="came there all the same is not known"):
+            await run(programs, "train", body, call)
+    assert runtime.newest(NAME).step == 0
+    with pytest.raises(ConflictError, match=f"{call} made it.*nothing is left to do") as told:
+        await run(programs, "train", body)
+    assert not isinstance(told.value, RivalError)
+    assert (runtime.newest(NAME).step, steps(runtime)) == (1, [0, 1])
+    assert (await run(programs, "train", body, call)).step == 1
+    assert (await run(programs, "train", body)).step == 2
 
 
 async def test_requests_for_more_steps_than_stay_loaded_at_once(
