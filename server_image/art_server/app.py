@@ -49,6 +49,7 @@ from art_cloud.protocol import (
 from art_cloud.retention import prune
 
 from .commits import Commits
+from .doors import ADMIT
 from .gateway import Gateway
 from .guardian import Guardian
 from .jobs import Jobs
@@ -341,6 +342,8 @@ class Gate:
                 raise self._too_large()
         except ArtCloudError as error:
             return await error_response(error)(scope, receive, send_stamped)
+        if (admit := scope.get("extensions", {}).get(ADMIT)) is not None:
+            admit()
         if scope["path"] != LOOKING:
             self.touch()
         await self.app(scope, receive_limited, send_stamped)
