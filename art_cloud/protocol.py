@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, SecretStr
 
-from .config import Frozen, LoRAConfig, Retention, SFTConfig
+from .config import Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
 from .names import ModelName
 
 PROTOCOL = 1
@@ -227,7 +227,7 @@ class LogRequest(Frozen):
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     split: str
-    step: NonNegativeInt
+    step: StepNumber
     metrics: dict[str, FiniteFloat]
     trajectories: list[LoggedTrajectory] = []
     samples: bytes = b""
@@ -237,7 +237,7 @@ class LogRequest(Frozen):
 class ForkRequest(Frozen):
     to_project: str
     to_model: str
-    step: NonNegativeInt | None = None
+    step: StepNumber | None = None
 
 
 class PruneRequest(Frozen):

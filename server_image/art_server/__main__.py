@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import platformdirs
 import uvicorn
@@ -202,6 +202,13 @@ def stop_on_signals(stop: asyncio.Event) -> None:
     loop.add_signal_handler(signal.SIGINT, interrupt)
 
 
+def open_doors() -> type[doors.Connection]:
+    """What uvicorn makes of each connection."""
+    strangers = doors.Strangers(min(doors.MOST_STRANGERS, doors.raise_descriptor_limit() // 2))
+    doors.handle_loop_errors(asyncio.get_running_loop())
+    return cast(type[doors.Connection], partial(doors.Connection, strangers))
+
+
 def limits_of(options: argparse.Namespace) -> Limits:
     return Limits(
         lease=options.lease,
@@ -214,8 +221,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
-    strangers = doors.Strangers(min(doors.MOST_STRANGERS, doors.raise_descriptor_limit() // 2))
-    doors.handle_loop_errors(asyncio.get_running_loop())
+    http = open_doors()
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -264,7 +270,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     server = Server(
         uvicorn.Config(
             app,
-            http=cast(Any, partial(doors.Connection, strangers)),
+            http=http,
             ws="none",
             backlog=doors.BACKLOG,
             timeout_keep_alive=doors.KEEP_ALIVE_SECONDS,

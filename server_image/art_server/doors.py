@@ -71,13 +71,13 @@ class Connection(H11Protocol):
         self._routes = self.app
         self.app = self._call
         self._limit: asyncio.TimerHandle | None = None
-        self._limited: type[h11.Sentinel] | None = None
+        self._limited: type | None = None
         self._received = 0
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions = scope.setdefault("extensions", {})
         extensions[ADMIT] = lambda: self._strangers.remove(self)
-        await self._routes(scope, receive, send)  # type: ignore[arg-type]
+        await self._routes(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,7 +99,7 @@ class Connection(H11Protocol):
         state = self.conn.their_state
         self._wait_for(None if state is h11.IDLE else state)  # idle: uvicorn's own limit
 
-    def _wait_for(self, state: type[h11.Sentinel] | None) -> None:
+    def _wait_for(self, state: type | None) -> None:
         """Limit the time of a head (IDLE) or of a body (SEND_BODY), and of nothing else."""
         if state is self._limited:
             return

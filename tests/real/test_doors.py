@@ -137,7 +137,7 @@ def test_the_token_is_not_in_the_environment_of_the_process(tmp_path: Path) -> N
     )
     try:
         environ = Path(f"/proc/{process.pid}/environ")
-        wait_until(lambda: (tmp_path / "state" / "endpoint.json").exists(), 120)
+        wait_until((tmp_path / "state" / "endpoint.json").exists, 120)
         assert b"ART_CLOUD_TOKEN=----" in environ.read_bytes()
         assert token.encode() not in environ.read_bytes()
         made = [path for path in tmp_path.rglob("*") if path.stat().st_mode & 0o077]
