@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, cast
 
 import platformdirs
 import uvicorn
+from starlette.types import ASGIApp
 
 from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError, RivalError
@@ -202,11 +203,21 @@ def stop_on_signals(stop: asyncio.Event) -> None:
     loop.add_signal_handler(signal.SIGINT, interrupt)
 
 
-def open_doors() -> type[doors.Connection]:
-    """What uvicorn makes of each connection."""
+def make_server(app: ASGIApp) -> Server:
+    """uvicorn over `app`, with limits to its connections."""
     strangers = doors.Strangers(min(doors.MOST_STRANGERS, doors.raise_descriptor_limit() // 2))
     doors.handle_loop_errors(asyncio.get_running_loop())
-    return cast(type[doors.Connection], partial(doors.Connection, strangers))
+    return Server(
+        uvicorn.Config(
+            app,
+            http=cast(type[doors.Connection], partial(doors.Connection, strangers)),
+            ws="none",
+            backlog=doors.BACKLOG,
+            timeout_keep_alive=doors.KEEP_ALIVE_SECONDS,
+            log_config=None,
+            access_log=False,
+        )
+    )
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
@@ -221,7 +232,6 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
-    http = open_doors()
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -267,17 +277,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     )
     commits = programs.publisher.commits
     app = make_app(runtime, jobs, commits, token=token, max_bytes=max_bytes, guardian=guardian)
-    server = Server(
-        uvicorn.Config(
-            app,
-            http=http,
-            ws="none",
-            backlog=doors.BACKLOG,
-            timeout_keep_alive=doors.KEEP_ALIVE_SECONDS,
-            log_config=None,
-            access_log=False,
-        )
-    )
+    server = make_server(app)
     if options.model:
         await runtime.open_base(whole_path(options.model))
     await programs.reopen(journal.models(), journal.repeated())

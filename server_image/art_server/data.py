@@ -10,13 +10,13 @@ from statistics import fmean
 from art_cloud.config import SFTConfig
 from art_cloud.errors import InvalidRequestError, UntrainableError
 from art_cloud.protocol import Metrics, SFTExample
-from art_cloud.wire import TrainBatch
+from art_cloud.wire import PackedBatch
 
 from .inference import render
 from .training import BaseModel, Datum, group_advantages, has_signal
 
 
-def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
+def rl_data(batch: PackedBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
     """The batch's samples, each with the advantage of its trajectory, and what they are like.
 
     Raises `UntrainableError` for a group with nothing in it, and for an id that is not in the base
@@ -36,7 +36,7 @@ def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
                 f"Sample {number} (by {sample.policy}) was drawn from a masked distribution, so "
                 "its logprobs are not the model's. Leave it out of the batch."
             )
-        top = max((*sample.prompt_ids, *sample.completion_ids), default=0)
+        top = max(max(ids, default=0) for ids in (sample.prompt_ids, sample.completion_ids))
         if top >= vocabulary:
             raise UntrainableError(
                 f"Sample {number} (by {sample.policy}) holds the token id {top}, and the base "

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ import pyarrow.parquet as pq
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import InvalidRequestError, StoreError
 from art_cloud.names import check_name
-from art_cloud.protocol import LogRequest, Sample
-from art_cloud.wire import TrainBatch, decode_batch
+from art_cloud.protocol import LogRequest
+from art_cloud.wire import PackedBatch, PackedSample, decode_batch
 
 from .jobs import Report
 from .training import BaseModel
@@ -99,7 +100,7 @@ def write_logged(checkpoints: Checkpoints, entry: LogRequest, base: BaseModel | 
 
 def keeper(
     checkpoints: Checkpoints,
-    batch: TrainBatch,
+    batch: PackedBatch,
     step: int,
     call_id: str,
     base: BaseModel | None,
@@ -129,7 +130,7 @@ def keeper(
     return keep
 
 
-def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:
+def _of_batch(batch: PackedBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:
     samples = _samples(batch.samples, base)
     return _parquet(
         {
@@ -149,20 +150,20 @@ def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None
     )
 
 
-def _samples(samples: Sequence[Sample], base: BaseModel | None) -> list[dict[str, Any]]:
+def _samples(samples: Sequence[PackedSample], base: BaseModel | None) -> list[dict[str, Any]]:
     """Rows of `SAMPLE`; without a base model, without texts."""
-    texts: dict[tuple[int, ...], str] = {}
+    texts: dict[bytes, str] = {}
 
-    def text(ids: list[int]) -> str | None:
+    def text(ids: array[int]) -> str | None:
         if base is None:
             return None
-        key = tuple(ids)  # a group's samples share their prompt
+        key = ids.tobytes()  # a group's samples share their prompt
         if key not in texts:
-            texts[key] = str(base.tokenizer.decode(ids))
+            texts[key] = str(base.tokenizer.decode(ids.tolist()))
         return texts[key]
 
     return [
-        sample.model_dump()
+        {field: getattr(sample, field) for field in PackedSample.__dataclass_fields__}
         | {"prompt": text(sample.prompt_ids), "completion": text(sample.completion_ids)}
         for sample in samples
     ]

@@ -7,7 +7,8 @@ import os
 import resource
 import sqlite3
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -280,17 +281,15 @@ def make_room(journal: Journal) -> None:
 
 async def test_a_call_that_cannot_be_written_down_is_refused(journal: Journal, path: Path) -> None:
     fill(journal)
-    kept = []
+    kept: list[str] = []
 
-    def submit_one(job: str) -> str:
-        kept.append(journal.submit(job, "train", NAME, bytes(100)).id)
-        return uuid4().hex
+    def submit_all(jobs: Iterator[str]) -> None:
+        for job in jobs:  # the pages that are there have some room
+            kept.append(journal.submit(job, "train", NAME, bytes(100)).id)
 
-    job = uuid4().hex
     with pytest.raises(StoreFullError, match=r"database or disk is full.*nothing was done"):
-        while True:  # the pages that are there have some room
-            job = submit_one(job)
-    check_refused(journal, path, job, kept)
+        submit_all(f"{number:032x}" for number in count())
+    check_refused(journal, path, f"{len(kept):032x}", kept)
 
 
 async def test_a_body_that_cannot_be_written_down_is_refused(journal: Journal, path: Path) -> None:
