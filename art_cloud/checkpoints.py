@@ -30,7 +30,7 @@ from uuid import uuid4
 from pydantic import Field, ValidationError, field_validator
 
 from .config import Frozen, LoRAConfig, Retention
-from .errors import ConflictError, NotFoundError, RivalError, UnreadableError
+from .errors import ConflictError, NotFoundError, RivalError, StoreError, UnreadableError
 from .names import ModelName
 from .protocol import CheckpointInfo, Finite, Metrics
 from .store import Blob, Store, missing_blob

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
 
@@ -12,6 +12,11 @@ RatioLevel = Literal["token", "sequence"]
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling"]
 
 
+StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -19,10 +24,10 @@ class Frozen(BaseModel):
 class LoRAConfig(Frozen):
     """The adapter (Hu et al. 2021, arXiv:2106.09685). `seed` makes its first weights repeatable."""
 
-    rank: PositiveInt = 16
-    alpha: PositiveInt = 32
+    rank: int = Field(16, ge=1, le=1024)
+    alpha: int = Field(32, ge=1, le=10**6)
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    seed: int = 0
+    seed: Seed = 0
 
 
 class LossOptions(NamedTuple):
@@ -76,11 +81,11 @@ class TrainConfig(Frozen):
     epsilon_high: FiniteFloat | None = Field(None, ge=0)
     kl_coef: FiniteFloat = Field(0.0, ge=0)
     """Weight of the KL penalty to the reference, the k3 estimator of arXiv:2402.03300, eq. 4."""
-    kl_reference_step: int | None = Field(None, ge=0)
+    kl_reference_step: StepNumber | None = None
     """Step of this model that the penalty pulls towards; None: the base model."""
     max_grad_norm: FiniteFloat = Field(1.0, gt=0)
     weight_decay: FiniteFloat = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     masked_samples: Literal["refuse", "skip"] = "refuse"
     """What becomes of samples that a grammar or a forced tool had a say in (`Sample.masked`). Their
     logprobs are not the model's, so no loss on them is right. "skip" learns from the trajectory's
@@ -109,11 +114,11 @@ class SFTConfig(Frozen):
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_ratio: FiniteFloat = Field(0.0, ge=0, le=1)
     batch_size: PositiveInt = 16
-    epochs: PositiveInt = 1
+    epochs: int = Field(1, ge=1, le=10_000)
     max_grad_norm: FiniteFloat = Field(1.0, gt=0)
     weight_decay: FiniteFloat = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    seed: int = 0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    seed: Seed = 0
     """Of the order in which the examples are seen."""
 
 

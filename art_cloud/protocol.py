@@ -45,7 +45,7 @@ from pydantic import (
     SecretStr,
 )
 
-from .config import Frozen, LoRAConfig, Retention, SFTConfig
+from .config import Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
 from .names import ModelName
 
 PROTOCOL = 1
@@ -263,7 +263,7 @@ class LogRequest(Frozen):
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     split: str
-    step: NonNegativeInt
+    step: StepNumber
     metrics: dict[str, FiniteFloat]
     trajectories: list[LoggedTrajectory] = []
     samples: bytes = b""
@@ -273,7 +273,7 @@ class LogRequest(Frozen):
 class ForkRequest(Frozen):
     to_project: str
     to_model: str
-    step: NonNegativeInt | None = None
+    step: StepNumber | None = None
 
 
 class PruneRequest(Frozen):

@@ -61,7 +61,7 @@ async def record(server: ServerClient, model: str) -> AsyncIterator[RecordedTraj
 
 def fill(trajectory: Trajectory, recording: Recording) -> None:
     """Make the recorded calls the conversations of `trajectory`, the first one's its own."""
-    samples = decode_batch(recording.samples, MAX_BYTES).samples
+    samples = decode_batch(recording.samples, MAX_BYTES).unpack().samples
     conversations: list[_Conversation] = []
     for call in recording.calls:
         for number, choice in enumerate(call.choices):

@@ -23,10 +23,11 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isfinite
-from typing import TypeVar
+from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, ValidationError, model_validator
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
@@ -35,8 +36,9 @@ from .config import Frozen, TrainConfig
 from .errors import InvalidRequestError, RequestTooLargeError, UntrainableError
 from .protocol import Sample, TrainGroup
 
-T = TypeVar("T")
 WIDTH = 4  # bytes of an id, and of a logprob
+VALUE_BYTES = 128
+"""The most that one value of JSON takes as an object of Python, beside its text."""
 LEVEL = 6  # of zlib: 9 gains under 1 % here and takes several times as long
 
 
@@ -50,19 +52,7 @@ class TrainBatch(Frozen):
 
     @model_validator(mode="after")
     def _whole(self) -> TrainBatch:
-        for number, group in enumerate(self.groups):
-            if len(group.rewards) != len(group.samples):
-                raise ValueError(
-                    f"group {number} has {len(group.rewards)} rewards for "
-                    f"{len(group.samples)} trajectories"
-                )
-            for what, several in (("metrics", group.metrics), ("metadata", group.metadata)):
-                if several and len(several) != len(group.rewards):
-                    raise ValueError(f"group {number} has {what} for {len(several)} trajectories")
-            if any(index >= len(self.samples) for indices in group.samples for index in indices):
-                raise ValueError(
-                    f"group {number} names a sample that is not among the {len(self.samples)} sent"
-                )
+        _check_groups(self.groups, len(self.samples))
         for number, sample in enumerate(self.samples):
             if len(sample.completion_ids) != len(sample.logprobs):
                 raise ValueError(
@@ -70,6 +60,61 @@ class TrainBatch(Frozen):
                     f"{len(sample.completion_ids)} sampled ids"
                 )
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSample:
+    """A `Sample` in 4 bytes an id and 4 a logprob, where one of lists takes ten times as much."""
+
+    prompt_ids: array[int]
+    completion_ids: array[int]
+    logprobs: array[float]
+    policy: str
+    temperature: float
+    masked: bool
+
+    @classmethod
+    def of(cls, sample: Sample) -> PackedSample:
+        return cls(
+            array("I", sample.prompt_ids),
+            array("I", sample.completion_ids),
+            array("f", sample.logprobs),
+            sample.policy,
+            sample.temperature,
+            sample.masked,
+        )
+
+    @property
+    def bytes(self) -> int:
+        return WIDTH * (len(self.prompt_ids) + 2 * len(self.completion_ids))
+
+    def unpack(self) -> Sample:
+        return Sample(
+            prompt_ids=self.prompt_ids.tolist(),
+            completion_ids=self.completion_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            policy=self.policy,
+            temperature=self.temperature,
+            masked=self.masked,
+        )
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A `TrainBatch` as it is received: all that is in it, in a few times the body's size."""
+
+    groups: list[TrainGroup]
+    samples: list[PackedSample]
+    config: TrainConfig
+    metrics: dict[str, float]
+
+    def unpack(self) -> TrainBatch:
+        return TrainBatch(
+            groups=self.groups,
+            samples=[sample.unpack() for sample in self.samples],
+            config=self.config,
+            metrics=self.metrics,
+        )
 
 
 class Entry(Frozen):
@@ -139,23 +184,27 @@ def encode_batch(batch: TrainBatch) -> bytes:
     )
 
 
-def decode_batch(body: bytes, max_bytes: int) -> TrainBatch:
+def decode_batch(body: bytes, max_bytes: int) -> PackedBatch:
     """Return the batch that `encode_batch` made `body` from.
 
     `max_bytes` limits the inflated body, and also the samples once they are written out (4 bytes an
-    id), however small the body is.
+    id) and what its header takes once it is read, however small the body is. So all of it, while it
+    is decoded, takes less than four times `max_bytes`, the body itself included.
 
     Raises:
         RequestTooLargeError: the batch is over `max_bytes`.
         InvalidRequestError: the body is not a batch, or not a whole one.
     """
     tensors = _unpack(_inflate(body, max_bytes))
+    text = tensors.pop("header")
+    check_values(text, max_bytes)
     try:
-        header = Header.model_validate_json(tensors["header"])
+        header = Header.model_validate_json(text)
     except ValidationError as error:
         raise InvalidRequestError(f"The batch's header is not valid: {_first(error)}") from error
     entries = header.entries
-    written_out = WIDTH * sum(entry.prompt + entry.completion for entry in entries)
+    lengths = [entry.prompt + entry.completion for entry in entries]
+    written_out = WIDTH * (sum(lengths) + max(lengths, default=0))  # the longest is there twice
     if written_out > max_bytes:
         raise _too_large(f"{written_out:,} bytes of token ids", max_bytes)
     if sorted(entry.place for entry in entries) != list(range(len(entries))):
@@ -163,42 +212,59 @@ def decode_batch(body: bytes, max_bytes: int) -> TrainBatch:
     if any(entry.policy >= len(header.policies) for entry in entries):
         raise InvalidRequestError("A sample of the batch names a policy that is not listed.")
 
-    ids = _cut(
-        array("I", _from_planes(tensors["ids"])).tolist(),
-        (entry.prompt + entry.completion - entry.shared for entry in entries),
-        "ids",
-    )
-    logprobs = _cut(
-        array("f", _from_planes(tensors["logprobs"])).tolist(),
-        (entry.completion for entry in entries),
-        "logprobs",
-    )
-    samples: list[Sample | None] = [None] * len(entries)
-    before: list[int] = []
     try:
-        for entry, rest, sampled in zip(entries, ids, logprobs, strict=True):
-            if entry.shared > len(before):
-                raise InvalidRequestError(
-                    f"Sample {entry.place} of the batch shares {entry.shared} ids with one of "
-                    f"{len(before)}."
-                )
-            before = before[: entry.shared] + rest
-            samples[entry.place] = Sample(
-                prompt_ids=before[: entry.prompt],
-                completion_ids=before[entry.prompt :],
-                logprobs=sampled,
-                policy=header.policies[entry.policy],
-                temperature=entry.temperature,
-                masked=entry.masked,
+        _check_groups(header.groups, len(entries))
+    except ValueError as error:
+        raise InvalidRequestError(f"The batch is not valid: {error}.") from error
+    ids = _words(tensors.pop("ids"), "I")
+    logprobs = _words(tensors.pop("logprobs"), "f")
+    if not all(map(isfinite, logprobs)):
+        raise InvalidRequestError("The batch is not valid: a logprob is not a finite number.")
+    in_place = memoryview(ids).cast("B")
+    samples: list[PackedSample | None] = [None] * len(entries)
+    before: array[int] = array("I")
+    for entry, new, sampled in zip(
+        entries,
+        _cuts((e.prompt + e.completion - e.shared for e in entries), len(ids), "ids"),
+        _cuts((entry.completion for entry in entries), len(logprobs), "logprobs"),
+        strict=True,
+    ):
+        if entry.shared > len(before):
+            raise InvalidRequestError(
+                f"Sample {entry.place} of the batch shares {entry.shared} ids with one of "
+                f"{len(before)}."
             )
-        return TrainBatch(
-            groups=header.groups,
-            samples=[sample for sample in samples if sample is not None],
-            config=header.config,
-            metrics=header.metrics,
+        del before[entry.shared :]
+        before.frombytes(in_place[WIDTH * new.start : WIDTH * new.stop])
+        samples[entry.place] = PackedSample(
+            prompt_ids=before[: entry.prompt],
+            completion_ids=before[entry.prompt :],
+            logprobs=logprobs[sampled],
+            policy=header.policies[entry.policy],
+            temperature=entry.temperature,
+            masked=entry.masked,
         )
-    except ValidationError as error:
-        raise InvalidRequestError(f"The batch is not valid: {_first(error)}") from error
+    return PackedBatch(
+        groups=header.groups,
+        samples=[sample for sample in samples if sample is not None],
+        config=header.config,
+        metrics=header.metrics,
+    )
+
+
+def _check_groups(groups: Sequence[TrainGroup], samples: int) -> None:
+    """Raise `ValueError` for a group that does not fit together, or to so many samples."""
+    for number, group in enumerate(groups):
+        if len(group.rewards) != len(group.samples):
+            raise ValueError(
+                f"group {number} has {len(group.rewards)} rewards for "
+                f"{len(group.samples)} trajectories"
+            )
+        for what, several in (("metrics", group.metrics), ("metadata", group.metadata)):
+            if several and len(several) != len(group.rewards):
+                raise ValueError(f"group {number} has {what} for {len(several)} trajectories")
+        if any(index >= samples for indices in group.samples for index in indices):
+            raise ValueError(f"group {number} names a sample that is not among the {samples} sent")
 
 
 def _big_endian_ids(number: int, sample: Sample) -> bytes:
@@ -239,26 +305,28 @@ def _to_planes(words: bytes) -> bytes:
     return b"".join(words[byte::WIDTH] for byte in range(WIDTH))
 
 
-def _from_planes(planes: bytearray) -> bytes:
-    """The words of `planes`, in this machine's byte order."""
+def _words(planes: bytearray, typecode: Literal["I", "f"]) -> array[Any]:
+    """The numbers of `planes`, in this machine's byte order."""
     count, odd = divmod(len(planes), WIDTH)
     if odd:
         raise InvalidRequestError("The batch is damaged: its numbers do not fill whole words.")
-    words = bytearray(len(planes))
+    words = array(typecode, [0]) * count
+    in_place, source = memoryview(words).cast("B"), memoryview(planes)
     for byte in range(WIDTH):
         place = WIDTH - 1 - byte if sys.byteorder == "little" else byte
-        words[place::WIDTH] = planes[byte * count : (byte + 1) * count]
-    return bytes(words)
+        in_place[place::WIDTH] = source[byte * count : (byte + 1) * count]
+    return words
 
 
-def _cut(numbers: list[T], lengths: Iterable[int], what: str) -> list[list[T]]:
+def _cuts(lengths: Iterable[int], there: int, what: str) -> list[slice]:
+    """The pieces of these `lengths` that `there` numbers are cut into."""
     ends = list(accumulate(lengths, initial=0))
-    pieces = list(pairwise(ends))
-    if ends[-1] != len(numbers) or any(start > end for start, end in pieces):
+    pieces = [slice(start, end) for start, end in pairwise(ends)]
+    if ends[-1] != there or any(piece.start > piece.stop for piece in pieces):
         raise InvalidRequestError(
-            f"The batch is damaged: its header asks for {ends[-1]} {what}, it holds {len(numbers)}."
+            f"The batch is damaged: its header asks for {ends[-1]} {what}, it holds {there}."
         )
-    return [numbers[start:end] for start, end in pieces]
+    return pieces
 
 
 def _pack(tensors: dict[str, bytes]) -> bytes:
@@ -307,6 +375,20 @@ def _inflate(body: bytes, max_bytes: int) -> bytes:
     if stream.unused_data:
         raise InvalidRequestError("The body goes on after the end of the batch.")
     return file
+
+
+def check_values(text: bytes | bytearray, most: int) -> None:
+    """Raise `RequestTooLargeError` if JSON may have too many values to be read into `most` bytes.
+
+    Each value but the first follows a bracket, a comma or a colon.
+    """
+    values = sum(text.count(mark) for mark in b"[{,:")
+    if values * VALUE_BYTES > most:
+        raise RequestTooLargeError(
+            f"The JSON of {len(text):,} bytes may hold {values:,} values; this server takes "
+            f"{most // VALUE_BYTES:,} in one call. Send less in a call, or start the server with a "
+            "higher --max-body."
+        )
 
 
 def _too_large(size: str, max_bytes: int) -> RequestTooLargeError:

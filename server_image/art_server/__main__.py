@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import logging
 import math
@@ -18,16 +19,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import platformdirs
 import uvicorn
+from starlette.types import ASGIApp
 
 from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.names import check_name, whole_path
 
+from . import doors
 from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
 
 if TYPE_CHECKING:
@@ -123,7 +127,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(doors.BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"Port {port} on {host} can't be used: {error.strerror}. Choose another --port, or "
@@ -168,6 +172,16 @@ def wait_for_environment() -> None:
     os.environ.update(json.loads(told))
 
 
+def take_token() -> str:
+    """The token out of the environment; it is overwritten where `/proc/PID/environ` and `ps` read
+    it, and no child inherits it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if there := getenv(TOKEN.encode()):
+        ctypes.memset(there, ord("-"), len(ctypes.string_at(there)))
+    return os.environ.pop(TOKEN, "")
+
+
 class Server(uvicorn.Server):
     """uvicorn, but signals are not its business: the running job is finished or left first."""
 
@@ -187,6 +201,23 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+def make_server(app: ASGIApp) -> Server:
+    """uvicorn over `app`, with limits to its connections."""
+    strangers = doors.Strangers(min(doors.MOST_STRANGERS, doors.raise_descriptor_limit() // 2))
+    doors.handle_loop_errors(asyncio.get_running_loop())
+    return Server(
+        uvicorn.Config(
+            app,
+            http=cast(type[doors.Connection], partial(doors.Connection, strangers)),
+            ws="none",
+            backlog=doors.BACKLOG,
+            timeout_keep_alive=doors.KEEP_ALIVE_SECONDS,
+            log_config=None,
+            access_log=False,
+        )
+    )
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
@@ -246,7 +277,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     )
     commits = programs.publisher.commits
     app = make_app(runtime, jobs, commits, token=token, max_bytes=max_bytes, guardian=guardian)
-    server = Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = make_server(app)
     if options.model:
         await runtime.open_base(whole_path(options.model))
     await programs.reopen(journal.models(), journal.repeated())
@@ -329,10 +360,13 @@ def main() -> None:
     )
     for noisy in ("boto3", "botocore", "httpx", "transformers", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # "Invalid HTTP request received", of whoever connects
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    os.umask(0o077)
     try:
         if options.wait:
             wait_for_environment()
-        token = os.environ.pop(TOKEN, "")
+        token = take_token()
         if not token:
             raise ConfigError(
                 f"No token: set {TOKEN} to a secret that clients must send, for example "

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from http import HTTPStatus
 from uuid import UUID, uuid4
 
@@ -29,7 +30,7 @@ from art_cloud.errors import (
     InvalidRequestError,
     RequestTooLargeError,
 )
-from art_cloud.names import ModelName, PolicyName
+from art_cloud.names import STEP, ModelName, PolicyName
 from art_cloud.protocol import (
     CALL_ID,
     PROTOCOL,
@@ -47,19 +48,25 @@ from art_cloud.protocol import (
     StoreCredentials,
 )
 from art_cloud.retention import prune
+from art_cloud.wire import check_values
 
 from .commits import Commits
+from .doors import ADMIT
 from .gateway import Gateway
 from .guardian import Guardian
 from .jobs import Jobs
 from .replies import (
+    JSON_SHARE,
+    M,
     answer,
+    aside,
     error_response,
     on_bug,
     on_disconnect,
     on_error,
     on_http_exception,
     parse,
+    read_body,
 )
 from .runtime import Runtime
 from .sessions import PATH as SESSIONS
@@ -83,7 +90,9 @@ class Routes:
         commits: Commits,
         sessions: Sessions,
         guardian: Guardian,
+        max_bytes: int,
     ) -> None:
+        self.max_bytes = max_bytes
         self.runtime = runtime
         self.jobs = jobs
         self.commits = commits
@@ -104,7 +113,7 @@ class Routes:
             Route(f"{model}/sft", self.sft, methods=["POST"]),
             Route(f"{model}/log", self.log, methods=["POST"]),
             Route(f"{model}/checkpoints", self.checkpoints),
-            Route(f"{model}/checkpoints/{{step:int}}", self.delete_checkpoint, methods=["DELETE"]),
+            Route(f"{model}/checkpoints/{{step}}", self.delete_checkpoint, methods=["DELETE"]),
             Route(f"{model}/history", self.history),
             Route(f"{model}/prune", self.prune, methods=["POST"]),
             Route(f"{model}/fork", self.fork, methods=["POST"]),
@@ -149,7 +158,7 @@ class Routes:
         )
 
     async def credentials(self, request: Request) -> Response:
-        given = parse(StoreCredentials, await request.body())
+        given = await self._read(StoreCredentials, request)
         await asyncio.to_thread(self.runtime.store.renew, given.variables)
         return JSONResponse({})
 
@@ -165,14 +174,24 @@ class Routes:
     async def _submit(
         self, request: Request, kind: JobKind, schema: type[BaseModel] | None = None
     ) -> Response:
-        body = await request.body()
-        if schema is not None:
-            parse(schema, body)
+        if schema is None:
+            body = await read_body(request, self.max_bytes)
+        else:
+            body = await self._json(request)
+            await aside(body, partial(parse, schema))
         call, name = _call_id(request), _name(request)
-        if kind != "register" and not self.jobs.journal.knows(call):
+        if kind != "register" and not await self.jobs.ask(self.jobs.journal.knows, call):
             self.runtime.newest(name)
         info = await self.jobs.submit(call, kind, name, body)
         return answer(info, HTTPStatus.ACCEPTED)
+
+    async def _json(self, request: Request) -> bytearray:
+        body = await read_body(request, self.max_bytes // JSON_SHARE)
+        await aside(body, partial(check_values, most=self.max_bytes))
+        return body
+
+    async def _read(self, schema: type[M], request: Request) -> M:
+        return await aside(await self._json(request), partial(parse, schema))
 
     async def model(self, request: Request) -> Response:
         name = _name(request)
@@ -180,7 +199,7 @@ class Routes:
         return answer(self.runtime.info(name))
 
     async def log(self, request: Request) -> Response:
-        entry = parse(LogRequest, await request.body())
+        entry = await self._read(LogRequest, request)
         checkpoints = self._steps(request)
         await self.commits.settled(checkpoints.name)
 
@@ -193,13 +212,15 @@ class Routes:
         return JSONResponse({})
 
     async def checkpoints(self, request: Request) -> Response:
-        return _infos(await asyncio.to_thread(self._steps(request).infos))
+        steps = self._steps(request)
+        return await asyncio.to_thread(lambda: _infos(steps.infos()))
 
     async def history(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._steps(request).history))
+        steps = self._steps(request)
+        return await asyncio.to_thread(lambda: JSONResponse(steps.history()))
 
     async def prune(self, request: Request) -> Response:
-        wanted = parse(PruneRequest, await request.body())
+        wanted = await self._read(PruneRequest, request)
         in_use = self.runtime.steps_in_use(_name(request))
         steps, dry_run = self._steps(request), wanted.dry_run
         return _infos(
@@ -207,13 +228,13 @@ class Routes:
         )
 
     async def delete_checkpoint(self, request: Request) -> Response:
-        step = request.path_params["step"]
+        step = _step(request)
         await asyncio.to_thread(self._steps(request).delete, step)
         await self.runtime.unload(str(_name(request).at(step)))
         return JSONResponse({})
 
     async def fork(self, request: Request) -> Response:
-        wanted = parse(ForkRequest, await request.body())
+        wanted = await self._read(ForkRequest, request)
         to = ModelName(wanted.to_project, wanted.to_model)
         await self.commits.settled(_name(request))
         await asyncio.to_thread(self._steps(request).fork, to, wanted.step)
@@ -221,7 +242,7 @@ class Routes:
         return answer(infos[-1], HTTPStatus.CREATED)
 
     async def open_session(self, request: Request) -> Response:
-        model = parse(SessionRequest, await request.body()).model
+        model = (await self._read(SessionRequest, request)).model
         self.runtime.newest(
             PolicyName.parse(model).model if "@" in model else ModelName.parse(model)
         )
@@ -230,14 +251,14 @@ class Routes:
 
     async def close_session(self, request: Request) -> Response:
         session = self.sessions.get(request.path_params["id"])
-        return answer(await asyncio.to_thread(session.close))
+        return await asyncio.to_thread(lambda: answer(session.close()))
 
     async def delete_session(self, request: Request) -> Response:
         self.sessions.delete(request.path_params["id"])
         return JSONResponse({})
 
     async def job(self, request: Request) -> Response:
-        return answer(self.jobs.journal.get(request.path_params["id"]))
+        return answer(await self.jobs.ask(self.jobs.journal.get, request.path_params["id"]))
 
     async def job_events(self, request: Request) -> Response:
         job, after = request.path_params["id"], request.headers.get("last-event-id", "0")
@@ -245,7 +266,7 @@ class Routes:
             raise InvalidRequestError(
                 f"Last-Event-ID is {after!r}, which is not an event's number."
             )
-        self.jobs.journal.get(job)
+        await self.jobs.ask(self.jobs.journal.get, job)
 
         async def events() -> AsyncIterator[ServerSentEvent]:
             async for event in self.jobs.follow(job, int(after)):
@@ -269,8 +290,8 @@ def make_app(
     guardian: Guardian,
 ) -> ASGIApp:
     sessions = Sessions()
-    gateway = Gateway(runtime, sessions)
-    routes = Routes(runtime, jobs, commits, sessions, guardian)
+    gateway = Gateway(runtime, sessions, max_bytes)
+    routes = Routes(runtime, jobs, commits, sessions, guardian, max_bytes)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -341,6 +362,8 @@ class Gate:
                 raise self._too_large()
         except ArtCloudError as error:
             return await error_response(error)(scope, receive, send_stamped)
+        if (admit := scope.get("extensions", {}).get(ADMIT)) is not None:
+            admit()
         if scope["path"] != LOOKING:
             self.touch()
         await self.app(scope, receive_limited, send_stamped)
@@ -374,6 +397,13 @@ def _infos(infos: list[CheckpointInfo]) -> Response:
 
 def _name(request: Request) -> ModelName:
     return ModelName(request.path_params["project"], request.path_params["model"])
+
+
+def _step(request: Request) -> int:
+    step = request.path_params["step"]
+    if not STEP.fullmatch(step):
+        raise InvalidRequestError(f"{step[:80]!r} is no number of a step: 1 to 9 digits.")
+    return int(step)
 
 
 def _call_id(request: Request) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 from statistics import fmean
 
 from art_cloud.config import SFTConfig
-from art_cloud.errors import InvalidRequestError, UntrainableError
+from art_cloud.errors import InvalidRequestError, RequestTooLargeError, UntrainableError
 from art_cloud.protocol import Metrics, SFTExample
-from art_cloud.wire import TrainBatch
+from art_cloud.wire import PackedBatch
 
-from .inference import render
+from .inference import PromptLength, render
 from .training import BaseModel, Datum, group_advantages, has_signal
 
+ID_BYTES = 4
 
-def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
+
+def rl_data(batch: PackedBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
     """The batch's samples, each with the advantage of its trajectory, and what they are like.
 
     Raises `UntrainableError` for a group with nothing in it, and for an id that is not in the base
@@ -36,7 +39,7 @@ def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
                 f"Sample {number} (by {sample.policy}) was drawn from a masked distribution, so "
                 "its logprobs are not the model's. Leave it out of the batch."
             )
-        top = max((*sample.prompt_ids, *sample.completion_ids), default=0)
+        top = max(max(ids, default=0) for ids in (sample.prompt_ids, sample.completion_ids))
         if top >= vocabulary:
             raise UntrainableError(
                 f"Sample {number} (by {sample.policy}) holds the token id {top}, and the base "
@@ -73,12 +76,15 @@ def rl_data(batch: TrainBatch, vocabulary: int) -> tuple[list[Datum], Metrics]:
     return data, metrics
 
 
-def sft_data(examples: Sequence[SFTExample], base: BaseModel) -> list[Datum]:
+def sft_data(examples: Sequence[SFTExample], base: BaseModel, max_bytes: int) -> list[Datum]:
     """One datum for each message of the assistant: what came before it, and the message itself,
     in the ids that the engine would have seen and sampled.
 
-    Raises `UntrainableError` that names an example without one.
+    Raises `UntrainableError` that names an example without one, `ContextLengthError` that names one
+    that can't fit, `RequestTooLargeError` where the ids (4 bytes each) are over `max_bytes`.
     """
+    length = PromptLength.of(base.tokenizer, base.context_length)
+    left = max_bytes
     if not examples:
         raise UntrainableError("There are no examples: there is nothing to learn.")
     data: list[Datum] = []
@@ -97,8 +103,16 @@ def sft_data(examples: Sequence[SFTExample], base: BaseModel) -> list[Datum]:
                     "write the assistant's message after what it writes to ask for one, so the "
                     "model can't be taught to sample it."
                 )
+            length.check(whole, f"Example {number}, message {turn},")
             prompt_ids = _encode(base, before)
             completion_ids = _encode(base, whole[len(before) :])
+            left -= ID_BYTES * (len(prompt_ids) + len(completion_ids))
+            if left < 0:
+                raise RequestTooLargeError(
+                    f"The examples up to number {number} are over {max_bytes:,} bytes of token "
+                    "ids, each message of the assistant with all that is before it. Send fewer in "
+                    "one call, or start the server with a higher --max-body."
+                )
             end = base.tokenizer.eos_token_id
             if end in completion_ids:
                 completion_ids = completion_ids[: completion_ids.index(end) + 1]
@@ -153,9 +167,8 @@ def sft_learning_rate(config: SFTConfig, number: int, total: int) -> float:
     return config.learning_rate * factor
 
 
-def _encode(base: BaseModel, text: str) -> list[int]:
-    ids: list[int] = base.tokenizer.encode(text, add_special_tokens=False)
-    return ids
+def _encode(base: BaseModel, text: str) -> array[int]:
+    return array("I", base.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _std(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,14 +18,27 @@ from starlette.routing import Route
 
 from art_cloud.errors import ArtCloudError, InvalidRequestError
 from art_cloud.protocol import POLICY
+from art_cloud.wire import check_values
 
 from .inference import Route as InferenceRoute
 from .inference import is_masked
-from .replies import CLIENT_CLOSED_REQUEST, error_body, parse_json
+from .replies import (
+    CLIENT_CLOSED_REQUEST,
+    JSON_SHARE,
+    aside,
+    error_body,
+    parse_json,
+    read_body,
+)
 from .runtime import Runtime
 from .sessions import Session, Sessions
 
 log = logging.getLogger(__name__)
+
+OPENAI_BYTES = 16 << 20
+"""The largest request of these routes: some millions of tokens."""
+SMALL_ANSWER = 4096
+"""Tokens of an answer that is written on the spot."""
 
 
 class Gateway:
@@ -34,7 +48,8 @@ class Gateway:
     them.
     """
 
-    def __init__(self, runtime: Runtime, sessions: Sessions) -> None:
+    def __init__(self, runtime: Runtime, sessions: Sessions, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.runtime = runtime
         self.sessions = sessions
         self.started_at = datetime.now(UTC)
@@ -72,7 +87,9 @@ class Gateway:
         return None if id_ is None else self.sessions.get(id_)
 
     async def _generate(self, request: Request, route: InferenceRoute) -> Response:
-        body = parse_json(await request.body())
+        sent = await read_body(request, min(OPENAI_BYTES, self.max_bytes // JSON_SHARE))
+        await aside(sent, partial(check_values, most=self.max_bytes))
+        body = await aside(sent, parse_json)
         session = self._session(request)
         if session is not None:
             body["model"] = session.model
@@ -87,7 +104,10 @@ class Gateway:
         async with aclosing(chunks):
             answer = await _unless_disconnected(request, anext(chunks))
             await anext(chunks, None)
-        return JSONResponse(answer, headers={POLICY: answer["model"]})
+        headers = {POLICY: answer["model"]}
+        if answer["usage"]["total_tokens"] <= SMALL_ANSWER:
+            return JSONResponse(answer, headers=headers)
+        return await asyncio.to_thread(JSONResponse, answer, headers=headers)
 
     async def _chunks(
         self, route: InferenceRoute, body: dict[str, Any], session: Session | None

@@ -11,13 +11,16 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import Lock, get_ident
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+from uuid import uuid4
 
 from pydantic_core import to_json
 
@@ -35,6 +38,10 @@ from art_cloud.protocol import ErrorBody, JobEvent, JobInfo, JobKind, StepResult
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Body = bytes | bytearray
+
 PRAGMAS = "PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -44,7 +51,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     project TEXT NOT NULL,
     model TEXT NOT NULL,
     digest TEXT NOT NULL,
-    body BLOB,
+    body TEXT,
     state TEXT NOT NULL,
     result TEXT,
     error TEXT
@@ -68,48 +75,78 @@ class Totals(NamedTuple):
 
 class Journal:
     """SQLite, synced at every commit. Safe to use from several threads of one process; another
-    process can't open it meanwhile: a journal belongs to one server (`ConfigError`)."""
+    process can't open it meanwhile: a journal belongs to one server (`ConfigError`).
+
+    A call's body is a file in the folder `bodies` beside it, whose name stands in the column `body`
+    until the job is settled: however large it is, nobody waits for it to be written or read.
+    """
 
     def __init__(self, path: Path) -> None:
         self._lock = Lock()
+        self._bodies = path.with_name("bodies")
         try:
             self._db = sqlite3.connect(path, timeout=2, check_same_thread=False)
             self._db.isolation_level = None
             self._db.executescript(f"{PRAGMAS} {SCHEMA}")
+            self._bodies.mkdir(mode=0o700, exist_ok=True)
+            self._move_bodies_out()
             rows = self._db.execute(
-                "SELECT id FROM jobs WHERE state = 'done' AND body IS NOT NULL"
+                "SELECT id, state, body FROM jobs WHERE body IS NOT NULL ORDER BY number"
             ).fetchall()
+            self._totals = self._count()
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"The journal {path} can't be opened: {error}. If another server uses this folder, "
                 "end it, or give this one a --state of its own."
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"The folder {self._bodies} can't be used: {error.strerror}. Free some space, or "
+                "give another --state."
+            ) from error
 
-        self._repeated = {row[0] for row in rows}
+        self._repeated = {job for job, state, _ in rows if state == "done"}
+        self._unfinished = {job: None for job, _, _ in rows}  # in the order in which they came
+        named = {body for _, _, body in rows}
+        for file in self._bodies.iterdir():
+            if file.name not in named:  # the server was killed in between
+                file.unlink()
 
     def close(self) -> None:
         self._db.close()
 
-    def submit(self, job: str, kind: JobKind, name: ModelName, body: bytes) -> JobInfo:
+    def submit(self, job: str, kind: JobKind, name: ModelName, body: Body) -> JobInfo:
         """Write a call down and return its job: a repeat finds that of the first one.
 
         Raises `ConflictError` when the id was used for something else.
         """
-        digest = hashlib.sha256(f"{kind} {name} ".encode() + body).hexdigest()
-        with self._transaction():
-            row = self._db.execute("SELECT digest FROM jobs WHERE id = ?", (job,)).fetchone()
-            if row is None:
-                self._db.execute(
-                    "INSERT INTO jobs (id, kind, project, model, digest, body, state)"
-                    " VALUES (?, ?, ?, ?, ?, ?, 'queued')",
-                    (job, kind, name.project, name.model, digest, body),
-                )
-                self._insert_event(job, "queued", {})
-            elif row[0] != digest:
-                raise ConflictError(
-                    f"Call {job} was made before with another content. Nothing was done. "
-                    "Use a new call id for a new call."
-                )
+        hashed = hashlib.sha256(f"{kind} {name} ".encode())
+        hashed.update(body)
+        digest = hashed.hexdigest()
+        if not self.knows(job):
+            file = self._write(body)
+            try:
+                with self._transaction():
+                    self._db.execute(
+                        "INSERT INTO jobs (id, kind, project, model, digest, body, state)"
+                        " VALUES (?, ?, ?, ?, ?, ?, 'queued')",
+                        (job, kind, name.project, name.model, digest, file.name),
+                    )
+                    self._insert_event(job, "queued", {})
+                    self._unfinished[job] = None
+            except sqlite3.IntegrityError:  # another thread was faster
+                file.unlink()
+            except BaseException:
+                self._unfinished.pop(job, None)
+                file.unlink()
+                raise
+        with self._lock:
+            [there] = self._db.execute("SELECT digest FROM jobs WHERE id = ?", (job,)).fetchone()
+        if there != digest:
+            raise ConflictError(
+                f"Call {job} was made before with another content. Nothing was done. "
+                "Use a new call id for a new call."
+            )
         return self.get(job)
 
     def knows(self, job: str) -> bool:
@@ -137,19 +174,13 @@ class Journal:
 
     def body(self, job: str) -> bytes:
         with self._lock:
-            row = self._db.execute("SELECT body FROM jobs WHERE id = ?", (job,)).fetchone()
-        return bytes(row[0])
+            [file] = self._db.execute("SELECT body FROM jobs WHERE id = ?", (job,)).fetchone()
+        return (self._bodies / file).read_bytes()
 
     def unfinished(self) -> list[str]:
         """Ids of the jobs to run, in the order in which they came: those that are not settled, and
         those that a server before this one did without making their step durable."""
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT id, state FROM jobs"
-                " WHERE state IN ('queued', 'running') OR state = 'done' AND body IS NOT NULL"
-                " ORDER BY number"
-            ).fetchall()
-            return [job for job, state in rows if state != "done" or job in self._repeated]
+        return list(self._unfinished)
 
     def repeated(self) -> set[ModelName]:
         """The models of which a step is made again."""
@@ -166,11 +197,13 @@ class Journal:
 
     def totals(self) -> Totals:
         """What all jobs made, those before a restart included."""
-        with self._lock:
-            steps, tokens = self._db.execute(
-                "SELECT count(*), coalesce(sum(json_extract(result, '$.metrics.tokens')), 0)"
-                " FROM jobs WHERE kind IN ('train', 'sft') AND result IS NOT NULL"
-            ).fetchone()
+        return self._totals
+
+    def _count(self) -> Totals:
+        steps, tokens = self._db.execute(
+            "SELECT count(*), coalesce(sum(json_extract(result, '$.metrics.tokens')), 0)"
+            " FROM jobs WHERE kind IN ('train', 'sft') AND result IS NOT NULL"
+        ).fetchone()
         return Totals(steps, int(tokens))
 
     def start(self, job: str) -> None:
@@ -185,14 +218,20 @@ class Journal:
         done = isinstance(outcome, StepResult)
         state, column = ("done", "result") if done else ("failed", "error")
         kept = isinstance(outcome, StepResult) and not outcome.durable
-        with self._transaction():
+        with self._settling(job, kept=kept):
+            kind, before = self._db.execute(
+                "SELECT kind, result FROM jobs WHERE id = ?", (job,)
+            ).fetchone()
             self._db.execute(
-                f"UPDATE jobs SET state = ?, {column} = ?, body = iif(?, body, NULL)"  # noqa: S608
-                " WHERE id = ?",
-                (state, outcome.model_dump_json(), kept, job),
+                f"UPDATE jobs SET state = ?, {column} = ? WHERE id = ?",  # noqa: S608
+                (state, outcome.model_dump_json(), job),
             )
             self._insert_event(job, state, outcome.model_dump())
+        if isinstance(outcome, StepResult) and before is None and kind != "register":
+            steps, tokens = self._totals
+            self._totals = Totals(steps + 1, tokens + int(outcome.metrics.get("tokens", 0)))
         self._repeated.discard(job)
+        self._unfinished.pop(job, None)
 
     def make_durable(self, job: str) -> None:
         """Note that the step of a job that is done is in the store now."""
@@ -200,18 +239,17 @@ class Journal:
         if result is None:  # the end of the job could not be written yet: it will say so itself
             return
         whole = result.model_copy(update={"durable": True})
-        with self._transaction():
+        with self._settling(job):
             self._db.execute(
-                "UPDATE jobs SET result = ?, error = NULL, body = NULL WHERE id = ?",
+                "UPDATE jobs SET result = ?, error = NULL WHERE id = ?",
                 (whole.model_dump_json(), job),
             )
 
     def note_not_durable(self, job: str, error: ErrorBody, *, lost: bool) -> None:
         """Note why the step of a job that is done could not be stored; `lost`: it never will be."""
-        with self._transaction():
+        with self._settling(job, kept=not lost):
             self._db.execute(
-                "UPDATE jobs SET error = ?, body = iif(?, NULL, body) WHERE id = ?",
-                (error.model_dump_json(), lost, job),
+                "UPDATE jobs SET error = ? WHERE id = ?", (error.model_dump_json(), job)
             )
 
     def add_event(self, job: str, type_: str, data: dict[str, Any]) -> None:
@@ -225,6 +263,43 @@ class Journal:
             (job, type_, datetime.now(UTC).isoformat(), _json(data), job),
         )
 
+    def _move_bodies_out(self) -> None:
+        """Of a journal that an older version wrote: there they stood in the table itself."""
+        query = "SELECT id FROM jobs WHERE typeof(body) = 'blob'"
+        for [job] in self._db.execute(query).fetchall():
+            [body] = self._db.execute("SELECT body FROM jobs WHERE id = ?", (job,)).fetchone()
+            name = self._write(body).name
+            self._db.execute("UPDATE jobs SET body = ? WHERE id = ?", (name, job))
+
+    def _write(self, body: Body) -> Path:
+        """A new file with it, synced. Raises `StoreFullError`."""
+        file = self._bodies / uuid4().hex
+        try:
+            with file.open("xb") as opened:
+                opened.write(body)
+                opened.flush()
+                os.fsync(opened.fileno())
+            folder = os.open(self._bodies, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            raise _not_written(error) from error
+        return file
+
+    @contextmanager
+    def _settling(self, job: str, *, kept: bool = False) -> Iterator[None]:
+        """A transaction after which the job's body is gone, unless it is `kept`."""
+        with self._transaction():
+            [file] = self._db.execute("SELECT body FROM jobs WHERE id = ?", (job,)).fetchone()
+            yield
+            if not kept:
+                self._db.execute("UPDATE jobs SET body = NULL WHERE id = ?", (job,))
+        if file is not None and not kept:
+            (self._bodies / file).unlink(missing_ok=True)
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """All of it durable, or nothing."""
@@ -237,11 +312,10 @@ class Journal:
                 except BaseException:
                     self._db.rollback()
                     raise
+        except sqlite3.IntegrityError:
+            raise
         except sqlite3.DatabaseError as error:
-            raise StoreFullError(
-                f"The journal could not be written ({error}); nothing was done. Free some space "
-                "on the server's disk and repeat the call."
-            ) from error
+            raise _not_written(error) from error
 
     def events(self, job: str, after: int) -> list[JobEvent]:
         with self._lock:
@@ -259,6 +333,13 @@ class Journal:
 def _json(data: dict[str, Any]) -> str:
     """As JSON has it: what is no finite number becomes null."""
     return to_json(data, inf_nan_mode="null").decode()
+
+
+def _not_written(error: Exception) -> StoreFullError:
+    return StoreFullError(
+        f"The journal could not be written ({error}); nothing was done. Free some space on the "
+        "server's disk and repeat the call."
+    )
 
 
 RETRY_SECONDS = 5.0
@@ -281,17 +362,26 @@ class Jobs:
         self._stopping = False
         self._abandon = False
         self._worker: asyncio.Task[None] | None = None
+        self._disk = ThreadPoolExecutor(1, "journal")
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop_thread = get_ident()
         self._worker = asyncio.create_task(self._work())
 
     @property
     def queued(self) -> int:
+        """How many jobs wait."""
         current = self.current.id if self.current else None
         return sum(job != current for job in self.journal.unfinished())
 
-    async def submit(self, job: str, kind: JobKind, name: ModelName, body: bytes) -> JobInfo:
+    async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a method of the journal answers, while other requests go on: it may wait for the
+        disk. One thread keeps the order in which they were asked."""
+        asked = self._disk.submit(question, *args, **kwargs)
+        return await asyncio.wrap_future(asked)
+
+    async def submit(self, job: str, kind: JobKind, name: ModelName, body: Body) -> JobInfo:
         if self._stopping:
             raise ServerStoppingError(
                 "The server is stopping and takes no new work. Nothing was done; repeat the call "
@@ -303,11 +393,13 @@ class Jobs:
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[JobEvent]:
         """The job's events after number `after`, to its end; ends early when the server stops."""
-        self.journal.get(job)
         while True:
             async with self._news:
-                while not (events := self.journal.events(job, after)):
-                    if self._stopping and self.current is None:
+                while True:
+                    settled = (await self.ask(self.journal.get, job)).state in ("done", "failed")
+                    if events := await self.ask(self.journal.events, job, after):
+                        break
+                    if settled or (self._stopping and self.current is None):
                         return
                     await self._news.wait()
             for event in events:
@@ -320,11 +412,24 @@ class Jobs:
         """Tell whoever follows the running job; nobody else would hear it."""
         if self.current is None:
             return
-        try:
-            self.journal.add_event(self.current.id, "warning", {"warning": message})
-        except StoreFullError as error:
+        self._tell(self.current.id, "warning", {"warning": message})
+
+    def _tell(self, job: str, type_: str, data: dict[str, Any]) -> None:
+        """Add an event; whoever calls from another thread than the event loop's waits for that.
+
+        What can't be written is logged: no job depends on what is told of it.
+        """
+        adding = self._disk.submit(self.journal.add_event, job, type_, data)
+        adding.add_done_callback(self._told)
+        if get_ident() != self._loop_thread:
+            with suppress(StoreFullError):
+                adding.result()
+
+    def _told(self, adding: Future[None]) -> None:
+        if error := adding.exception():
             log.error("nobody could be told: %s", error)
-        asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
+        elif not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
 
     async def note_stored(self, job: str, error: ArtCloudError | None) -> None:
         """Note that a job's step is in the store or why it is not, once the job is settled."""
@@ -352,7 +457,7 @@ class Jobs:
         while not self._stopping:
             self._call_came.clear()
             job = next(iter(self.journal.unfinished()), None)
-            if job is None or not await self._settle(self.journal.get(job)):
+            if job is None or not await self._settle(await self.ask(self.journal.get, job)):
                 await self._call_came.wait()
         await self._wake()
 
@@ -360,11 +465,11 @@ class Jobs:
         """Run a job to its end and write that down. False: it has to be run again later."""
         self.current = info
         try:
-            self.journal.start(info.id)
+            await self.ask(self.journal.start, info.id)
             await self._wake()
             outcome = await self._run(info)
             if outcome is not None:
-                self.journal.end(info.id, outcome)
+                await self.ask(self.journal.end, info.id, outcome)
             return outcome is not None
         except StoreFullError as error:
             log.error("job %s runs again in %.0f s: %s", info.id, RETRY_SECONDS, error)
@@ -382,11 +487,7 @@ class Jobs:
                 raise ServerStoppingError(
                     f"Job {info.id} was left for the next start of the server."
                 )
-            try:
-                self.journal.add_event(info.id, "progress", data)
-            except StoreFullError as error:  # of what is said, no job depends
-                log.error("nobody could be told %s: %s", data, error)
-            asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
+            self._tell(info.id, "progress", data)
 
         what = f"{info.kind} of {info.project}/{info.model}"
         try:

@@ -142,14 +142,14 @@ class Programs:
         name = job.name
         if (done := await self._done_before(job, report)) is not None:
             return done
-        request = SFTRequest.model_validate_json(body)
+        request = await self.runtime.in_training_thread(SFTRequest.model_validate_json, body)
         newest = self.runtime.newest(name)
         config = request.config
 
         def step() -> Manifest:
             started = time.perf_counter()
             assert self.runtime.base is not None
-            data = sft_data(request.examples, self.runtime.base)
+            data = sft_data(request.examples, self.runtime.base, self.max_bytes)
             self._make_resident(newest)
             batches = sft_batches(data, config)
             losses, tokens, computed = [], 0.0, 0.0

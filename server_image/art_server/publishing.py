@@ -9,7 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from art_cloud.checkpoints import Manifest
-from art_cloud.errors import ArtCloudError, ConflictError, RivalError, StoreFullError, StoreUnavailableError
+from art_cloud.errors import (
+    ArtCloudError,
+    ConflictError,
+    RivalError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from art_cloud.protocol import StepResult
 from art_cloud.store import Blob
 from art_cloud.transfer import Rate

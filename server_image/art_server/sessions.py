@@ -10,10 +10,8 @@ import hmac
 import json
 import secrets
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -25,7 +23,7 @@ from art_cloud.errors import (
     RequestTooLargeError,
 )
 from art_cloud.protocol import RecordedCall, RecordedChoice, Recording, Sample
-from art_cloud.wire import TrainBatch, encode_batch
+from art_cloud.wire import PackedSample, TrainBatch, encode_batch
 
 from .inference import Route
 
@@ -35,38 +33,6 @@ SESSION_BYTES = 64 << 20
 TOTAL_BYTES = 1 << 30
 ABANDONED_SECONDS = 6 * 3600.0
 """A session that nobody has used for this long goes: its client was killed."""
-
-
-@dataclass
-class _Packed:
-    """A sample in few bytes."""
-
-    prompt_ids: array[int]
-    completion_ids: array[int]
-    logprobs: array[float]
-    rest: dict[str, Any]
-
-    @classmethod
-    def of(cls, sample: dict[str, Any]) -> _Packed:
-        rest = dict(sample)
-        return cls(
-            array("I", rest.pop("prompt_ids")),
-            array("I", rest.pop("completion_ids")),
-            array("f", rest.pop("logprobs")),
-            rest,
-        )
-
-    @property
-    def bytes(self) -> int:
-        return 4 * (len(self.prompt_ids) + 2 * len(self.completion_ids))
-
-    def unpack(self) -> Sample:
-        return Sample(
-            prompt_ids=self.prompt_ids.tolist(),
-            completion_ids=self.completion_ids.tolist(),
-            logprobs=self.logprobs.tolist(),
-            **self.rest,
-        )
 
 
 class Choices:
@@ -99,7 +65,7 @@ class Session:
         self._order = 0
         self._texts: dict[str, int] = {}
         self._calls: dict[int, list[RecordedCall]] = {}
-        self._samples: list[_Packed] = []
+        self._samples: list[PackedSample] = []
 
     @property
     def abandoned(self) -> bool:
@@ -162,7 +128,7 @@ class Session:
             )
 
     def _choice(self, entry: dict[str, Any]) -> RecordedChoice:
-        packed = _Packed.of(entry["sample"])
+        packed = PackedSample.of(Sample.model_validate(entry["sample"]))
         self._samples.append(packed)
         self.bytes += packed.bytes
         return RecordedChoice(

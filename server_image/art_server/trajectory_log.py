@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import io
 import logging
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,8 +24,8 @@ from pydantic_core import to_json
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.errors import InvalidRequestError, StoreError
 from art_cloud.names import check_name
-from art_cloud.protocol import LogRequest, Sample
-from art_cloud.wire import TrainBatch, decode_batch
+from art_cloud.protocol import LogRequest
+from art_cloud.wire import PackedBatch, PackedSample, decode_batch
 
 from .jobs import Report
 from .training import BaseModel
@@ -100,7 +101,7 @@ def write_logged(checkpoints: Checkpoints, entry: LogRequest, base: BaseModel | 
 
 def keeper(
     checkpoints: Checkpoints,
-    batch: TrainBatch,
+    batch: PackedBatch,
     step: int,
     call_id: str,
     base: BaseModel | None,
@@ -131,7 +132,7 @@ def keeper(
     return keep
 
 
-def _of_batch(batch: TrainBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:
+def _of_batch(batch: PackedBatch, step: int, call_id: str, base: BaseModel | None) -> bytes:
     samples = _samples(batch.samples, base)
     return _parquet(
         {
@@ -156,20 +157,20 @@ def _json(content: object) -> str:
     return to_json(content, inf_nan_mode="null").decode()
 
 
-def _samples(samples: Sequence[Sample], base: BaseModel | None) -> list[dict[str, Any]]:
+def _samples(samples: Sequence[PackedSample], base: BaseModel | None) -> list[dict[str, Any]]:
     """Rows of `SAMPLE`; without a base model, without texts."""
-    texts: dict[tuple[int, ...], str] = {}
+    texts: dict[bytes, str] = {}
 
-    def text(ids: list[int]) -> str | None:
+    def text(ids: array[int]) -> str | None:
         if base is None:
             return None
-        key = tuple(ids)  # a group's samples share their prompt
+        key = ids.tobytes()  # a group's samples share their prompt
         if key not in texts:
-            texts[key] = str(base.tokenizer.decode(ids))
+            texts[key] = str(base.tokenizer.decode(ids.tolist()))
         return texts[key]
 
     return [
-        sample.model_dump()
+        {field: getattr(sample, field) for field in PackedSample.__dataclass_fields__}
         | {"prompt": text(sample.prompt_ids), "completion": text(sample.completion_ids)}
         for sample in samples
     ]

@@ -130,7 +130,7 @@ async def test_a_prompt_over_the_context_has_a_class_of_its_own(
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"model": 7}', b"{}"]
+    "body", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 50_000, b'{"model": 7}', b"{}"]
 )
 async def test_a_body_that_is_no_request(server: ServerProcess, body: bytes) -> None:
     async with server.http() as http:

@@ -78,7 +78,7 @@ async def test_trains_on_exactly_the_ids_that_were_sampled(
     monkeypatch.setattr(httpx.AsyncClient, "request", spied)
     result = await backend.train(model, groups)
     [body] = bodies
-    sent = [sample.model_dump() for sample in decode_batch(body, 1 << 20).samples]
+    sent = [sample.model_dump() for sample in decode_batch(body, 1 << 20).unpack().samples]
     key = json.dumps
     assert sorted(sent, key=key) == sorted(
         [sample | {"masked": False} for sample in returned], key=key

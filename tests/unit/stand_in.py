@@ -58,7 +58,7 @@ class StandIn:
     @property
     def batches(self) -> list[TrainBatch]:
         return [
-            decode_batch(self.bodies[id], 1 << 24)
+            decode_batch(self.bodies[id], 1 << 24).unpack()
             for id, job in self.jobs.items()
             if job["kind"] == "train"
         ]

@@ -12,7 +12,7 @@ from art_server.inference import render
 from art_server.training import BaseModel, load_base
 
 from art_cloud.config import SFTConfig, TrainConfig
-from art_cloud.errors import UntrainableError
+from art_cloud.errors import ContextLengthError, RequestTooLargeError, UntrainableError
 from art_cloud.names import ModelName
 from art_cloud.protocol import Sample, SFTExample, TrainGroup
 from art_cloud.wire import TrainBatch
@@ -20,6 +20,7 @@ from art_cloud.wire import TrainBatch
 from ..synthetic import batch
 
 NAME = ModelName("p", "m")
+MOST = 1 << 20
 CALL: Any = {
     "id": "call-1",
     "type": "function",
@@ -86,26 +87,40 @@ def test_sft_learns_what_the_engine_would_have_sampled(base: BaseModel) -> None:
         {"role": "tool", "tool_call_id": "call-1", "content": "It jumps."},
         {"role": "assistant", "content": "It jumps over the dog."},
     ]
-    data = sft_data([SFTExample(messages=messages, tools=TOOLS)], base)
+    data = sft_data([SFTExample(messages=messages, tools=TOOLS)], base, MOST)
     tokenizer = base.tokenizer
     assert [datum.sequence for datum in data] == [0, 1]
     for datum, turn in zip(data, (2, 4), strict=True):
         asked = render(tokenizer, messages[:turn], TOOLS)
-        assert tokenizer.decode(datum.prompt_ids) == asked
-        assert datum.prompt_ids == tokenizer.encode(asked, add_special_tokens=False)
+        assert tokenizer.decode(list(datum.prompt_ids)) == asked
+        assert list(datum.prompt_ids) == tokenizer.encode(asked, add_special_tokens=False)
         assert datum.completion_ids[-1] == tokenizer.eos_token_id
         assert datum.completion_ids.count(tokenizer.eos_token_id) == 1
-    assert "search" in tokenizer.decode(data[0].completion_ids)
-    assert tokenizer.decode(data[1].completion_ids[:-1]) == "It jumps over the dog."
+    assert "search" in tokenizer.decode(list(data[0].completion_ids))
+    assert tokenizer.decode(list(data[1].completion_ids[:-1])) == "It jumps over the dog."
+
+
+def test_examples_are_refused_by_their_length_before_they_are_read(base: BaseModel) -> None:
+    """Not tokenised first: of the tiny model, no token has more than some 13 bytes."""
+    question: Any = [{"role": "user", "content": "?"}]
+    answer = {"role": "assistant", "content": "!"}
+    short = SFTExample(messages=[*question, answer])
+    endless = SFTExample(messages=[*question, {**answer, "content": "word " * 1_000_000}])
+    with pytest.raises(ContextLengthError, match=r"Example 1, message 1, has 5,000,\d+ bytes"):
+        sft_data([short, endless], base, MOST)
+    many = SFTExample(messages=question + [answer] * 200)
+    assert len(sft_data([many], base, MOST)) == 200
+    with pytest.raises(RequestTooLargeError, match="over 100,000 bytes of token ids"):
+        sft_data([many], base, 100_000)
 
 
 def test_an_example_without_an_answer_is_named(base: BaseModel) -> None:
     question: Any = [{"role": "user", "content": "?"}]
     answered = SFTExample(messages=[*question, {"role": "assistant", "content": "!"}])
     with pytest.raises(UntrainableError, match="Example 1 has no message of the assistant"):
-        sft_data([answered, SFTExample(messages=question)], base)
+        sft_data([answered, SFTExample(messages=question)], base, MOST)
     with pytest.raises(UntrainableError, match="Example 0: "):
-        sft_data([SFTExample(messages=[{"role": "assistant", "content": 7}])], base)
+        sft_data([SFTExample(messages=[{"role": "assistant", "content": 7}])], base, MOST)
 
 
 def test_each_epoch_sees_everything_once_in_an_order_of_its_own(base: BaseModel) -> None:
@@ -115,7 +130,7 @@ def test_each_epoch_sees_everything_once_in_an_order_of_its_own(base: BaseModel)
         )
         for n in range(10)
     ]
-    data = sft_data(examples, base)
+    data = sft_data(examples, base, MOST)
     config = SFTConfig(batch_size=4, epochs=2, seed=3)
     batches = sft_batches(data, config)
     assert [len(batch) for batch in batches] == [4, 4, 2] * 2

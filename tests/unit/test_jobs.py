@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import sqlite3
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -276,16 +279,105 @@ def make_room(journal: Journal) -> None:
     journal._db.execute("PRAGMA max_page_count = 1000000")
 
 
-async def test_a_call_that_cannot_be_written_down_is_refused(journal: Journal) -> None:
+async def test_a_call_that_cannot_be_written_down_is_refused(journal: Journal, path: Path) -> None:
     fill(journal)
-    job = uuid4().hex
+    kept: list[str] = []
+
+    def submit_all(jobs: Iterator[str]) -> None:
+        for job in jobs:  # the pages that are there have some room
+            kept.append(journal.submit(job, "train", NAME, bytes(100)).id)
+
     with pytest.raises(StoreFullError, match=r"database or disk is full.*nothing was done"):
-        journal.submit(job, "train", NAME, bytes(100_000))
-    assert journal.unfinished() == []
+        submit_all(f"{number:032x}" for number in count())
+    check_refused(journal, path, f"{len(kept):032x}", kept)
+
+
+async def test_a_body_that_cannot_be_written_down_is_refused(journal: Journal, path: Path) -> None:
+    job = uuid4().hex
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StoreFullError, match=r"File too large.*nothing was done"):
+            journal.submit(job, "train", NAME, bytes(200_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    check_refused(journal, path, job, [])
+
+
+def check_refused(journal: Journal, path: Path, job: str, kept: list[str]) -> None:
+    assert journal.unfinished() == kept
+    assert len(list(path.with_name("bodies").iterdir())) == len(kept)
     with pytest.raises(NotFoundError):
         journal.get(job)
     make_room(journal)
-    assert journal.submit(job, "train", NAME, bytes(100_000)).state == "queued"
+    assert journal.submit(job, "train", NAME, bytes(200_000)).state == "queued"
+    assert journal.body(job) == bytes(200_000)
+
+
+async def test_nobody_waits_for_a_large_body(journal: Journal, path: Path) -> None:
+    """The locked table has no part in it: it is written, read and dropped beside it."""
+    job, body = uuid4().hex, bytes(50 << 20)
+    with journal._lock:
+        assert journal.unfinished() == []
+        assert journal.totals() == (0, 0)
+    journal.submit(job, "train", NAME, body)
+    statements: list[str] = []
+    journal._db.set_trace_callback(statements.append)
+    assert journal.body(job) == body
+    journal.end(job, DONE)
+    assert max(map(len, statements)) < 10_000
+    assert list(path.with_name("bodies").iterdir()) == []
+    journal.close()
+    assert os.path.getsize(path) < 1 << 20  # noqa: ASYNC240
+
+
+async def test_an_older_journal_is_taken_over(path: Path) -> None:
+    """One whose table has the bodies in it: what waits there is run, what is done stays done."""
+    waiting, done = uuid4().hex, uuid4().hex
+    with sqlite3.connect(path) as db:
+        db.executescript(jobs_module.SCHEMA.replace("body TEXT", "body BLOB"))
+        for job, body, state, result in (
+            (waiting, b"body" * 1000, "queued", None),
+            (done, None, "done", DONE.model_dump_json()),
+        ):
+            db.execute(
+                "INSERT INTO jobs (id, kind, project, model, digest, body, state, result)"
+                " VALUES (?, 'train', 'p', 'm', 'digest', ?, ?, ?)",
+                (job, body, state, result),
+            )
+    db.close()
+    (path.with_name("bodies")).mkdir()
+    (path.with_name("bodies") / "left-by-one-that-was-killed").touch()
+    for _ in range(2):
+        journal = Journal(path)
+        assert journal.unfinished() == [waiting]
+        assert journal.body(waiting) == b"body" * 1000
+        assert journal.get(done).result == DONE
+        assert journal.totals() == (1, 0)
+        assert len(list(path.with_name("bodies").iterdir())) == 1
+        journal.close()
+
+
+async def test_totals_count_a_step_that_is_made_again_once(path: Path) -> None:
+    journal = Journal(path)
+    for metrics, durable in (({"tokens": 5.0}, True), ({"tokens": 7.0}, False)):
+        job = uuid4().hex
+        journal.submit(job, "train", NAME, b"body")
+        journal.end(job, StepResult(step=1, policy="p/m@1", metrics=metrics, durable=durable))
+    assert journal.totals() == (2, 12)
+    journal.close()
+    journal = Journal(path)
+    assert journal.unfinished() == [job]
+    journal.end(job, DONE)
+    assert journal.totals() == (2, 12)
+    journal.close()
+
+
+async def test_events_beyond_the_last_of_a_job_that_is_over(jobs: Jobs) -> None:
+    job = await submit(jobs)
+    last = (await followed(jobs, job))[-1].number
+    for after in (last, last + 1, 999_999_999):
+        assert await followed(jobs, job, after) == []
 
 
 async def test_an_end_that_cannot_be_written_down_is_tried_again(
@@ -324,6 +416,7 @@ async def test_the_body_goes_when_the_job_is_settled(journal: Journal, path: Pat
     journal.close()
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT body FROM jobs").fetchall() == [(None,)]
+    assert list(path.with_name("bodies").iterdir()) == []
     db.close()
 
 

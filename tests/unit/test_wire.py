@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
+import subprocess
+import sys
 import zlib
 from array import array
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +19,7 @@ from safetensors import TensorSpec, serialize
 from art_cloud.config import TrainConfig
 from art_cloud.errors import InvalidRequestError, RequestTooLargeError, UntrainableError
 from art_cloud.protocol import Sample, TrainGroup
-from art_cloud.wire import TrainBatch, decode_batch, encode_batch
+from art_cloud.wire import VALUE_BYTES, TrainBatch, _pack, decode_batch, encode_batch
 
 LIMIT = 1 << 24
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -60,7 +64,7 @@ def batches(draw: st.DrawFn) -> TrainBatch:
 @quick
 @given(batches())
 def test_a_batch_comes_back_as_it_was(batch: TrainBatch) -> None:
-    back = decode_batch(encode_batch(batch), LIMIT)
+    back = decode_batch(encode_batch(batch), LIMIT).unpack()
     assert back == batch
     for ours, theirs in zip(batch.samples, back.samples, strict=True):
         assert struct.pack(f"{len(ours.logprobs)}f", *ours.logprobs) == struct.pack(
@@ -77,7 +81,7 @@ def test_a_damaged_body_is_refused_or_means_the_same(
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        back = decode_batch(bytes(body), LIMIT)
+        back = decode_batch(bytes(body), LIMIT).unpack()
     except InvalidRequestError:
         return
     assert back == batch  # flips that undid each other, or of the header's level hint
@@ -159,6 +163,93 @@ def test_a_batch_that_only_grows_when_written_out_is_refused() -> None:
     with pytest.raises(RequestTooLargeError, match="bytes of token ids"):
         decode_batch(body, 1_000_000)
     assert len(decode_batch(body, 5_000_000).samples) == 50
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from art_cloud.errors import InvalidRequestError
+from art_cloud.wire import TrainBatch, decode_batch, encode_batch
+
+
+def most() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search("VmHWM:[^0-9]*([0-9]+) kB", status)[1]) << 10
+
+decode_batch(encode_batch(TrainBatch(groups=[], samples=[])), 1 << 20)  # all is imported
+body = Path(sys.argv[1]).read_bytes()
+before = most() - len(body)
+try:
+    batch = decode_batch(body, int(sys.argv[2]))
+    print("decoded", end=" ")
+except InvalidRequestError:
+    print("refused", end=" ")
+print(most() - before)
+"""
+
+
+def body_of(header: bytes, ids: bytes = b"", logprobs: bytes = b"") -> bytes:
+    return zlib.compress(_pack({"header": header, "ids": ids, "logprobs": logprobs}), 1)
+
+
+def header_of(entries: list[list[int]], groups: str = "") -> bytes:
+    fields = ("place", "shared", "prompt", "completion", "policy", "temperature")
+    rows = [dict(zip(fields, (*row, 0, 1), strict=True)) for row in entries]
+    start = json.dumps({"entries": rows, "policies": ["p/m@0"], "config": {}, "metrics": {}})
+    return f'{start[:-1]}, "groups": [{groups}]}}'.encode()
+
+
+def large(limit: int, kind: str) -> bytes:
+    words = (limit // 4 - (1 << 19)) // 64000 * 64000
+    match kind:
+        case "as many ids as there may be, all different":
+            ids = random.Random(0).randbytes(words * 4)
+            return body_of(header_of([[k, 0, words // 64, 0] for k in range(64)]), ids)
+        case "as many ids and logprobs as there may be":
+            ids, logprobs = random.Random(0).randbytes(words * 2), bytes(words * 2)
+            return body_of(header_of([[k, 0, 0, words // 128] for k in range(64)]), ids, logprobs)
+        case "a small body, written out":
+            n = 1000
+            entries = [[k, min(k, 1) * words // n, words // n, 0] for k in range(n)]
+            return body_of(header_of(entries), bytes(words // n * 4))
+        case "many small values":
+            group = '{"rewards":[0.5],"samples":[[]]},'
+            return body_of(header_of([], group * (limit // 50)).replace(b",]", b"]"))
+        case "as many values as there may be":
+            group = '{"rewards":[0.5],"samples":[[]],"metadata":[{"a":{"b":[]}}]},'
+            many = limit // VALUE_BYTES // 18
+            return body_of(header_of([], group * many).replace(b",]", b"]"))
+        case _:
+            entry = [[k, 0, 0, 0] for k in range(limit // VALUE_BYTES // 14)]
+            return body_of(header_of(entry))
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("as many ids as there may be, all different", "decoded"),
+        ("as many ids and logprobs as there may be", "decoded"),
+        ("a small body, written out", "decoded"),
+        ("many small values", "refused"),
+        ("as many values as there may be", "decoded"),
+        ("as many samples as there may be", "decoded"),
+    ],
+)
+def test_what_a_batch_takes_is_bounded_by_the_limit(
+    tmp_path: Path, kind: str, outcome: str
+) -> None:
+    limit = 64 << 20
+    (tmp_path / "body").write_bytes(large(limit, kind))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "body"), str(limit)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, taken = done.stdout.split()
+    assert said == outcome
+    print(f"{kind}: {int(taken) / limit:.2f}")
+    assert int(taken) < 4 * limit
 
 
 def test_another_safetensors_file_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from .engine import Engine, EngineStats, Route
 from .masking import is_masked
+from .prompt_length import PromptLength
 from .prompts import render
 from .transformers_engine import TransformersEngine
 from .vllm_engine import VllmEngine
@@ -10,6 +11,7 @@ from .vllm_process import VllmSettings
 __all__ = [
     "Engine",
     "EngineStats",
+    "PromptLength",
     "Route",
     "TransformersEngine",
     "VllmEngine",

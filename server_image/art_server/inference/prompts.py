@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from art_cloud.errors import ContextLengthError, InvalidRequestError
 
+from .prompt_length import PromptLength
 from .requests import ChatRequest, CompletionRequest
 
 
@@ -59,7 +60,9 @@ def check_variables(variables: Mapping[str, Any]) -> None:
         )
 
 
-def read_chat(tokenizer: PreTrainedTokenizerBase, request: ChatRequest) -> list[int]:
+def read_chat(
+    tokenizer: PreTrainedTokenizerBase, request: ChatRequest, length: PromptLength
+) -> list[int]:
     """The ids of the request's prompt. Raises `InvalidRequestError` as `render` does."""
     text = render(
         tokenizer,
@@ -67,12 +70,16 @@ def read_chat(tokenizer: PreTrainedTokenizerBase, request: ChatRequest) -> list[
         [tool.model_dump() for tool in request.tools] if request.tool_choice == "auto" else None,
         variables=request.chat_template_kwargs,
     )
+    length.check(text)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
 def read_prompts(
-    tokenizer: PreTrainedTokenizerBase, request: CompletionRequest, vocab_size: int
+    tokenizer: PreTrainedTokenizerBase,
+    request: CompletionRequest,
+    vocab_size: int,
+    length: PromptLength,
 ) -> list[list[int]]:
     """The ids of each prompt of the request; text may hold special tokens.
 
@@ -81,6 +88,9 @@ def read_prompts(
     given: list[Any] = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     if given and isinstance(given[0], int):
         given = [given]
+    for one in given:
+        if isinstance(one, str):
+            length.check(one)
     prompts = [tokenizer.encode(one) if isinstance(one, str) else list(one) for one in given]
     if not prompts or not all(prompts):
         raise InvalidRequestError("prompt is empty. Give at least one token.")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from art_cloud.errors import InvalidRequestError
 
@@ -37,6 +45,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 T = TypeVar("T", bound="GenerationRequest")
+COLDEST = 0.01
+"""As in vLLM, which takes it for everything between 0 and it."""
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -53,6 +63,7 @@ class GenerationRequest(Body):
     model: str
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    """0 is greedy; anything else at least `COLDEST`: below, divided logits are no numbers."""
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = None
     stop: str | list[str] = []
@@ -61,6 +72,13 @@ class GenerationRequest(Body):
     """As in vLLM: go on to `max_tokens`."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_warm(cls, temperature: float) -> float:
+        if 0 < temperature < COLDEST:
+            raise ValueError(f"Input should be 0, for greedy sampling, or at least {COLDEST}")
+        return temperature
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -22,11 +22,20 @@ from art_cloud.errors import (
 from .adapters import AdapterModel
 from .engine import EngineStats, Route, not_loaded
 from .generation import Event, Generation, Piece
+from .prompt_length import PromptLength, is_long
 from .prompts import read_chat, read_prompts, room
 from .requests import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .responses import Responder
 from .sampling import SamplingParams
 from .scheduler import Scheduler
+
+
+class Lane:
+    """A tokenizer that encodes, in a thread of its own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
 
 class TransformersEngine:
@@ -60,10 +69,11 @@ class TransformersEngine:
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._end_ids = _end_ids(model, tokenizer)
         # A fast tokenizer refuses to be read while another thread encodes: one copy encodes, in one
-        # thread, another decodes, in any.
-        self._encoder = copy.deepcopy(tokenizer)
+        # thread, another decodes, in any. Long requests have a copy and a thread of their own, so
+        # that short ones need not wait for them.
         self._decoder = copy.deepcopy(tokenizer)
-        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._lanes = {long: Lane(copy.deepcopy(tokenizer)) for long in (False, True)}
+        self._length = PromptLength.of(tokenizer, context_length)
         self._base_model_name = base_model_name
         self._context_length = context_length
         self._max_rows = max_rows
@@ -86,7 +96,8 @@ class TransformersEngine:
         if self._scheduler is not None:
             self._scheduler.stop()
             await asyncio.to_thread(self._scheduler.join)
-        self._encoding.shutdown(wait=False)
+        for lane in self._lanes.values():
+            lane.thread.shutdown(wait=False)
 
     async def load(self, policy: str, adapter: Path) -> None:
         scheduler = self._running()
@@ -145,10 +156,11 @@ class TransformersEngine:
         if policy is not None and policy not in self._policies:
             raise not_loaded(policy)
         self._running()
-        request: ChatRequest | CompletionRequest
-        request = parse_chat(body) if route == "chat/completions" else parse_completion(body)
+        lane = self._lanes[is_long(body)]
         loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._encoding, self._read, request)
+        request, prompts = await loop.run_in_executor(
+            lane.thread, self._read, route, body, lane.tokenizer
+        )
         if request.n > self._max_rows:
             raise InvalidRequestError(
                 f"n is {request.n}, but this server runs {self._max_rows} choices at once."
@@ -177,10 +189,14 @@ class TransformersEngine:
         )
         return generations, responder
 
-    def _read(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
-        if isinstance(request, ChatRequest):
-            return [read_chat(self._encoder, request)]
-        return read_prompts(self._encoder, request, self._vocab_size)
+    def _read(
+        self, route: Route, body: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[ChatRequest | CompletionRequest, list[list[int]]]:
+        if route == "chat/completions":
+            chat = parse_chat(body)
+            return chat, [read_chat(tokenizer, chat, self._length)]
+        completion = parse_completion(body)
+        return completion, read_prompts(tokenizer, completion, self._vocab_size, self._length)
 
     def _params(
         self, request: ChatRequest | CompletionRequest, prompt_ids: Sequence[int]

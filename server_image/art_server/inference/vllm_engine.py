@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from art_cloud.errors import (
 
 from .adapters import check_adapter
 from .engine import EngineStats, Route, not_loaded
+from .prompt_length import is_long
 from .vllm_bodies import Call, events, known_parameters, prepare, refused
 from .vllm_process import BASE, VllmProcess, VllmSettings
 
@@ -41,6 +43,10 @@ OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Failures of a connection that vLLM has no part in."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 class NotReachedError(ServerUnavailableError):
@@ -161,7 +167,7 @@ class VllmEngine:
     async def create(
         self, route: Route, body: dict[str, Any], policy: str | None
     ) -> dict[str, Any]:
-        call = self._prepare(route, body, policy, stream=False)
+        call = await self._prepare(route, body, policy, stream=False)
         async with self._send(call, policy) as response:
             answer = call.whole(json.loads(await response.read()))
         self._tokens_generated += answer["usage"]["completion_tokens"]
@@ -170,7 +176,7 @@ class VllmEngine:
     async def stream(
         self, route: Route, body: dict[str, Any], policy: str | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        call = self._prepare(route, body, policy, stream=True)
+        call = await self._prepare(route, body, policy, stream=True)
         async with self._send(call, policy) as response:
             async for event in events(response.content.iter_any()):
                 if "error" in event:
@@ -181,12 +187,13 @@ class VllmEngine:
                             self._tokens_generated += len(choice["sample"]["completion_ids"])
                     yield chunk
 
-    def _prepare(
+    async def _prepare(
         self, route: Route, body: dict[str, Any], policy: str | None, *, stream: bool
     ) -> Call:
         if isinstance(self._ended, ServerStoppingError):
             raise self._ended
-        return prepare(
+        work = partial(
+            prepare,
             route,
             body,
             policy or self._base_model_name,
@@ -194,6 +201,7 @@ class VllmEngine:
             context_length=self.settings.context_length,
             stream=stream,
         )
+        return await asyncio.to_thread(work) if is_long(body) else work()
 
     @asynccontextmanager
     async def _send(self, call: Call, policy: str | None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -247,7 +255,9 @@ class VllmEngine:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._session is not None
         process = self._process
-        data = None if content is None else json.dumps(content, ensure_ascii=False).encode()
+        data = None
+        if content is not None:
+            data = await asyncio.to_thread(_dump, content) if is_long(content) else _dump(content)
         try:
             async with self._session.post(
                 path, data=data, headers={"Content-Type": "application/json"}

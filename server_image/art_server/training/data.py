@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from art_cloud.errors import ContextLengthError, UntrainableError
 
@@ -21,9 +21,9 @@ class Datum:
     `dapo` leaves out a group whose advantages are all 0.
     """
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float] = field(default_factory=list)
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
     advantage: float = 0.0
     temperature: float = 1.0
     sequence: int = 0

@@ -98,7 +98,8 @@ def pack(
     """
     ids: dict[int, Ids] = {}
     for n in numbers:
-        ids[n] = np.array(data[n].prompt_ids + data[n].completion_ids[:-1], np.int64)
+        seen = (data[n].prompt_ids, data[n].completion_ids[:-1])
+        ids[n] = np.concatenate([np.asarray(part, np.int64) for part in seen])
     # Big-endian words compare as bytes like the ids compare as numbers.
     order = sorted(numbers, key=lambda n: (data[n].temperature, ids[n].astype(">u4").tobytes(), n))
     rows: list[Row] = []
