@@ -13,7 +13,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -23,6 +23,7 @@ from art_cloud.errors import (
     ArtCloudError,
     ConfigError,
     ConflictError,
+    JobError,
     NotFoundError,
     RivalError,
     ServerStoppingError,
@@ -56,6 +57,10 @@ CREATE TABLE IF NOT EXISTS events (
     PRIMARY KEY (job, number)
 );
 """
+MOST_KILLED = 3
+"""How often the server may be killed in the middle of a job."""
+LEFT, KILLED = "left", "killed"
+"""Marks in the events of a job that a server did not settle: it left it, or was killed."""
 
 
 class Totals(NamedTuple):
@@ -84,6 +89,10 @@ class Journal:
             ) from error
 
         self._repeated = {row[0] for row in rows}
+        try:
+            self._note_the_end_of_the_last_server()
+        except StoreFullError as error:
+            log.error("%s", error)
 
     def close(self) -> None:
         self._db.close()
@@ -189,6 +198,47 @@ class Journal:
             self._insert_event(job, state, outcome.model_dump())
         self._repeated.discard(job)
 
+    def leave(self, job: str) -> None:
+        """Note that the server ends in good order before the job does: its next start runs it."""
+        self.add_event(job, "progress", {"phase": "left for the next start of the server", LEFT: 1})
+
+    def _note_the_end_of_the_last_server(self) -> None:
+        """Warn of the job that ran when it was killed, and fail the one that does that each time.
+
+        What has been started since it was settled, left or warned of has run then.
+        """
+        left, of_killer = (f"coalesce(json_extract(data, '$.{mark}'), 0)" for mark in (LEFT, KILLED))
+        settled = f"type IN ('done', 'failed') OR {left} OR {of_killer}"
+        for job in self.unfinished():
+            with self._lock:
+                started, told, killed = self._db.execute(
+                    "SELECT max(iif(type = 'started', number, 0)),"
+                    f" max(iif({settled}, number, 0)), sum({of_killer})"  # noqa: S608
+                    " FROM events WHERE job = ?",
+                    (job,),
+                ).fetchone()
+            if started <= told:
+                continue
+            times = f"{killed + 1} of {MOST_KILLED} times"
+            log.warning("the server before this one ended while it ran job %s (%s)", job, times)
+            warning = f"The server was killed, or ended itself, during this call ({times})."
+            self.add_event(job, "warning", {"warning": warning, KILLED: 1})
+            if killed + 1 >= MOST_KILLED:
+                self._fail_killer(job)
+
+    def _fail_killer(self, job: str) -> None:
+        error = JobError(
+            f"This call has ended the server {MOST_KILLED} times: it was killed, or had to be, each"
+            " time while the call ran, most likely for lack of memory. It is not tried again. Send "
+            "a smaller batch, or take a larger machine. What the server wrote: `art-cloud logs`."
+        )
+        body = ErrorBody(message=str(error), type="job_error", code=error.code)
+        if job in self._repeated:
+            self.note_not_durable(job, body, lost=True)
+            self._repeated.discard(job)
+        else:
+            self.end(job, body)
+
     def make_durable(self, job: str) -> None:
         """Note that the step of a job that is done is in the store now."""
         result = self.get(job).result
@@ -264,6 +314,8 @@ class Jobs:
     def __init__(self, journal: Journal, programs: dict[JobKind, Program]) -> None:
         self.journal = journal
         self.current: JobInfo | None = None
+        self.moved = 0
+        """Goes up whenever the running job says how far it is."""
         self._programs = programs
         self._call_came = asyncio.Event()
         self._news = asyncio.Condition()
@@ -335,6 +387,9 @@ class Jobs:
         done, _ = await asyncio.wait([self._worker], timeout=grace)
         if not done:
             self._abandon = True
+            if self.current is not None:
+                with suppress(StoreFullError):
+                    self.journal.leave(self.current.id)
             await asyncio.wait([self._worker])
 
     async def _work(self) -> None:
@@ -371,6 +426,7 @@ class Jobs:
                 raise ServerStoppingError(
                     f"Job {info.id} was left for the next start of the server."
                 )
+            self.moved += 1
             self.journal.add_event(info.id, "progress", data)
             asyncio.run_coroutine_threadsafe(self._wake(), self._loop)
 
