@@ -219,13 +219,12 @@ def seconds_spent(options: argparse.Namespace) -> float:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
-    limits, launched_ago = limits_of(options), seconds_spent(options)
+    began, limits, launched_ago = time.monotonic(), limits_of(options), seconds_spent(options)
     if limits.are_over(launched_ago):
         log.warning("%s ends: what its budget or its deadline allows is over", name)
         return
     watchdog = Watchdog(options.stall)
     watchdog.end_in(min(BOOT_SECONDS, limits.life - launched_ago), "it does not come up")
-    began = time.monotonic()
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -238,7 +237,6 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
     state = make_state_folder(options.state or home / "servers" / name)
     store = options.store or (home / "store").as_uri()
-    max_bytes = options.max_body << 20
 
     stop = asyncio.Event()
     journal = open_journal(state, read_only=options.read_only)  # first: it keeps others out
@@ -254,7 +252,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
             read_only=options.read_only,
         )
     )
-    programs = Programs(runtime, max_bytes)
+    programs = Programs(runtime, options.max_body << 20)
     jobs = Jobs(journal, programs.by_kind())
     programs.publisher.note_stored = jobs.note_stored
     guardian = Guardian(
@@ -266,7 +264,14 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         stall=options.stall,
     )
     commits = programs.publisher.commits
-    app = make_app(runtime, jobs, commits, token=token, max_bytes=max_bytes, guardian=guardian)
+    app = make_app(
+        runtime,
+        jobs,
+        commits,
+        token=token,
+        max_bytes=options.max_body << 20,
+        guardian=guardian,
+    )
     server = Server(uvicorn.Config(app, http=Connection, log_config=None, access_log=False))
     if options.model:
         await runtime.open_base(whole_path(options.model))
@@ -274,8 +279,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
-    endpoint = state / "endpoint.json"
-    _write_endpoint(endpoint, name, url)
+    _write_endpoint(endpoint := state / "endpoint.json", name, url)
     log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
     guardian.touch()
     watchdog.end_in(guardian.life_left, "its money or its time is up")

@@ -201,4 +201,3 @@ class Guardian:
                 if end.final:
                     self.warnings.append(message)
                     self._warn(message)
-

@@ -207,19 +207,19 @@ class Journal:
 
         What has been started since it was settled, left or warned of has run then.
         """
-        left, of_killer = (f"coalesce(json_extract(data, '$.{mark}'), 0)" for mark in (LEFT, KILLED))
-        settled = f"type IN ('done', 'failed') OR {left} OR {of_killer}"
         for job in self.unfinished():
             with self._lock:
                 started, told, killed = self._db.execute(
                     "SELECT max(iif(type = 'started', number, 0)),"
-                    f" max(iif({settled}, number, 0)), sum({of_killer})"  # noqa: S608
+                    " max(iif(type IN ('done', 'failed') OR coalesce(json_extract(data, ?),"
+                    " json_extract(data, ?)), number, 0)),"
+                    " total(json_extract(data, ?))"
                     " FROM events WHERE job = ?",
-                    (job,),
+                    (f"$.{LEFT}", f"$.{KILLED}", f"$.{KILLED}", job),
                 ).fetchone()
             if started <= told:
                 continue
-            times = f"{killed + 1} of {MOST_KILLED} times"
+            times = f"{killed + 1:.0f} of {MOST_KILLED} times"
             log.warning("the server before this one ended while it ran job %s (%s)", job, times)
             warning = f"The server was killed, or ended itself, during this call ({times})."
             self.add_event(job, "warning", {"warning": warning, KILLED: 1})

@@ -31,7 +31,7 @@ STALL_SECONDS = 1800.0
 """How long what is at work may not move: kernels are compiled, and weights loaded, in less."""
 LOOP_SECONDS = 300.0
 """How long the event loop may not move, at most."""
-TICK_SECONDS = 1.0
+BEAT_SECONDS = TICK_SECONDS = 1.0
 TRACE_SECONDS = 1.0
 """How long the server's threads may take to say where they are, before it is killed."""
 

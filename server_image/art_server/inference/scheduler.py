@@ -113,7 +113,7 @@ class Scheduler(threading.Thread):
             raise self.ended.with_traceback(None)
 
     def stats(self) -> EngineStats:
-        """As of the end of the newest step."""
+        """As of the beginning or the end of the newest step."""
         return self._stats
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -131,6 +131,7 @@ class Scheduler(threading.Thread):
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_commands(wait=not (self._rows or self._waiting))
+                    self._publish()  # what runs is known though a step takes long, or hangs
                     self._step()
                     self._publish()
                     self._deliver()
