@@ -279,10 +279,11 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
-    _write_endpoint(endpoint := state / "endpoint.json", name, url)
-    log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
     guardian.touch()
     watchdog.end_in(guardian.life_left, "its money or its time is up")
+    watchdog.beat({})
+    _write_endpoint(endpoint := state / "endpoint.json", name, url)
+    log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
     beating = asyncio.create_task(_beat(watchdog, lambda: at_work(jobs, runtime)))
     grace = GRACE_SECONDS
     try:

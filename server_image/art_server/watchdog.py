@@ -199,6 +199,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # those are for the server, and this ends after it
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     watch(int(sys.argv[1]), float(sys.argv[2]))
+    os._exit(0)  # at once: whoever looks after the server must not find it half there
 
 
 if __name__ == "__main__":
