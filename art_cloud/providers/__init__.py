@@ -23,6 +23,8 @@ from ..protocol import Durability, EngineName
 
 ENTRY_POINTS = "art_cloud.providers"
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
+CAP_SECONDS = 60.0
+"""How far beyond budget and deadline a cap from outside lies: the server ends before it."""
 
 
 class Offer(Frozen):
@@ -84,11 +86,21 @@ class ClusterSpec(Frozen):
         return min(affordable, self.deadline_seconds or math.inf)
 
     @property
+    def spent_seconds(self) -> float:
+        """Since the launch, by this machine's clock."""
+        since = self.launched_at or datetime.now(UTC)
+        return max(0.0, (datetime.now(UTC) - since).total_seconds())
+
+    @property
+    def cap_seconds(self) -> float:
+        """After which from now a provider ends the machine from outside, should its server not."""
+        return max(0.0, self.life_seconds - self.spent_seconds) + CAP_SECONDS
+
+    @property
     def is_over(self) -> bool:
         """Whether the server has ended by now, or is about to, for budget or deadline."""
-        assert self.launched_at is not None
         life = self.life_seconds
-        return (datetime.now(UTC) - self.launched_at).total_seconds() >= life - reserve(life)
+        return self.spent_seconds >= life - reserve(life)
 
     def server_arguments(self, name: str) -> list[str]:
         """Those of `art-server` that say what this cluster is; where it keeps its state is the
@@ -105,6 +117,7 @@ class ClusterSpec(Frozen):
             arguments += ["--deadline", f"{self.deadline_seconds:g}"]
         if self.launched_at is not None:
             arguments += ["--launched", f"{self.launched_at.timestamp():.3f}"]
+            arguments += ["--spent", f"{self.spent_seconds:.0f}"]
         if self.base_model is not None:
             arguments += ["--model", self.base_model]
         return arguments

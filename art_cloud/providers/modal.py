@@ -85,7 +85,7 @@ class ModalProvider:
                     region=options.region,
                     cpu=options.cpu,
                     memory=options.memory,
-                    timeout=LONGEST_SECONDS,
+                    timeout=int(min(LONGEST_SECONDS, spec.cap_seconds)),
                     encrypted_ports=[PORT],
                     readiness_probe=modal.Probe.with_exec("test", "-f", f"{STATE}/endpoint.json"),
                 )

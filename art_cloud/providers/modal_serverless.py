@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 
 import modal
@@ -154,6 +156,7 @@ async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[st
         "region": options.region,
         "cpu": options.cpu,
         "memory": options.memory,
+        "until": time.time() + spec.cap_seconds if math.isfinite(spec.cap_seconds) else None,
         "window": int(min(spec.idle_seconds, LONGEST_WINDOW)),
         "replicas": options.replicas,
         "snapshot": options.snapshot,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import shlex
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
@@ -225,6 +226,7 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     envs = {
         "ART_CLOUD_NAME": name,
         "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
+        "ART_CLOUD_SECONDS": f"{spec.cap_seconds:.0f}" if math.isfinite(spec.cap_seconds) else "0",
         "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
     }
     if envs["ART_CLOUD_PYTHON"]:

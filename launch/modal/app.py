@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from dataclasses import asdict, dataclass, field
 
 import modal
@@ -40,6 +41,8 @@ class Deployment:
     cpu: float | None = None
     memory: int | None = None
     """MiB."""
+    until: float | None = None
+    """Unix time at which a server is ended that should have ended by then; None: never."""
     window: int = 300
     """Seconds without a request after which the container ends; Modal takes 1200 at most."""
     startup: int = 1200
@@ -106,8 +109,12 @@ class Container:
         threading.Thread(target=self.follow, daemon=True).start()
 
     def follow(self) -> None:
-        """The container goes when its server does."""
-        self.server.wait()
+        """The container goes when its server does, and at the time that is set for it."""
+        left = None if here.until is None else max(0.0, here.until - time.time())
+        try:
+            self.server.wait(left)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
         if not self.ending:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -32,11 +32,11 @@ from art_cloud.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.names import check_name, whole_path
 
 from . import doors
-from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
+from .guardian import GRACE_SECONDS, Guardian, Limits
+from .watchdog import BEAT_SECONDS, LOG_FORMAT, STALL_SECONDS, Watchdog, serve_in_a_child
 
 if TYPE_CHECKING:
-    from .jobs import Journal
-    from .models import Models
+    from .jobs import Jobs, Journal
     from .runtime import Runtime
 
 log = logging.getLogger("art_server")
@@ -87,6 +87,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="end before so long after the launch")  # fmt: skip
     parser.add_argument("--launched", type=_above_0, metavar="UNIX_SECONDS",
                         help="start of what is paid for; without it, now")  # fmt: skip
+    parser.add_argument("--spent", type=_not_below_0, metavar="SECONDS", default=0.0,
+                        help="for which the machine, or one before it, was paid for already, at "
+                        "least: for a clock that is behind that of --launched")  # fmt: skip
+    parser.add_argument("--stall", type=_above_0, metavar="SECONDS", default=STALL_SECONDS,
+                        help="end when what is at work has not moved for so long")  # fmt: skip
     parser.add_argument("--max-body", type=_mebibytes, default=512, metavar="MIB",
                         help=f"largest request that is taken; at most {JOURNAL_MIB}")  # fmt: skip
     parser.add_argument(
@@ -105,6 +110,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def _above_0(text: str) -> float:
     if not (number := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _not_below_0(text: str) -> float:
+    if not (number := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return number
 
 
@@ -230,8 +241,20 @@ def limits_of(options: argparse.Namespace) -> Limits:
     )
 
 
+def seconds_spent(options: argparse.Namespace) -> float:
+    """For which the machine, or those before it, was paid for already."""
+    by_this_clock = 0.0 if options.launched is None else time.time() - options.launched
+    return max(by_this_clock, float(options.spent))
+
+
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
+    began, limits, launched_ago = time.monotonic(), limits_of(options), seconds_spent(options)
+    if limits.are_over(launched_ago):
+        log.warning("%s ends: what its budget or its deadline allows is over", name)
+        return
+    watchdog = Watchdog(options.stall)
+    watchdog.end_in(min(BOOT_SECONDS, limits.life - launched_ago), "it does not come up")
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -244,12 +267,6 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
     state = make_state_folder(options.state or home / "servers" / name)
     store = options.store or (home / "store").as_uri()
-    max_bytes = options.max_body << 20
-
-    limits = limits_of(options)
-    launched = options.launched or time.time()
-    life_left = max(limits.life + launched - time.time(), CLOSING_SECONDS)
-    last_resort = exit_after(min(BOOT_SECONDS, life_left), "it does not come up")
 
     stop = asyncio.Event()
     journal = open_journal(state, read_only=options.read_only)  # first: it keeps others out
@@ -265,18 +282,26 @@ async def serve(options: argparse.Namespace, token: str) -> None:
             read_only=options.read_only,
         )
     )
-    programs = Programs(runtime, max_bytes)
+    programs = Programs(runtime, options.max_body << 20)
     jobs = Jobs(journal, programs.by_kind())
     programs.publisher.note_stored = jobs.note_stored
     guardian = Guardian(
         limits,
-        busy=lambda: jobs.current is not None or runtime.sampling,
+        work=lambda: at_work(jobs, runtime),
         warn=jobs.warn,
         name=name,
-        launched_ago=max(0.0, time.time() - launched),
+        launched_ago=launched_ago + time.monotonic() - began,
+        stall=options.stall,
     )
     commits = programs.publisher.commits
-    app = make_app(runtime, jobs, commits, token=token, max_bytes=max_bytes, guardian=guardian)
+    app = make_app(
+        runtime,
+        jobs,
+        commits,
+        token=token,
+        max_bytes=options.max_body << 20,
+        guardian=guardian,
+    )
     server = make_server(app)
     if options.model:
         await runtime.open_base(whole_path(options.model))
@@ -284,42 +309,64 @@ async def serve(options: argparse.Namespace, token: str) -> None:
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
-    endpoint = state / "endpoint.json"
-    _write_endpoint(endpoint, name, url)
+    guardian.touch()
+    watchdog.end_in(guardian.life_left, "its money or its time is up")
+    watchdog.beat({})
+    _write_endpoint(endpoint := state / "endpoint.json", name, url)
     log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
-    last_resort.cancel()
-    last_resort = exit_after(
-        max(guardian.life_left, CLOSING_SECONDS), "its money or its time is up"
-    )
+    beating = asyncio.create_task(_beat(watchdog, lambda: at_work(jobs, runtime)))
     grace = GRACE_SECONDS
     try:
-        grace = await _until_stopped(serving, stop, guardian, runtime.models)
+        grace = await _until_stopped(serving, stop, guardian, runtime)
         log.info("stopping")
     finally:
-        last_resort.cancel()
-        last_resort = exit_after(grace + CLOSING_SECONDS, "it does not come to its end")
+        closing = min(grace + CLOSING_SECONDS, guardian.life_left)
+        watchdog.end_in(closing, "it does not come to its end")
         endpoint.unlink(missing_ok=True)
         await jobs.stop(grace)
-        await commits.close(grace)
-        await _stop_serving(server, serving, runtime)
+        await commits.close(grace / 2)
+        await _stop_serving(server, serving, runtime, min(ANSWERING_SECONDS, grace / 4))
         journal.close()
-        last_resort.cancel()
+        beating.cancel()
     log.info("stopped")
 
 
+def at_work(jobs: Jobs, runtime: Runtime) -> dict[str, int]:
+    """What the server is busy with, each with a number that changes whenever it moves."""
+    found = {}
+    trained = jobs.moved + runtime.moved
+    if (job := jobs.current) is not None:
+        found[f"the {job.kind} of {job.name} (call {job.id})"] = trained
+    if runtime.sampling:
+        stats = runtime.stats()
+        # requests that wait for the trainer to leave the memory move as it does
+        found["what is sampled"] = stats.moved + (0 if stats.running else trained)
+    return found
+
+
+async def _beat(watchdog: Watchdog, work: Callable[[], dict[str, int]]) -> None:
+    while True:
+        watchdog.beat(work())
+        await asyncio.sleep(BEAT_SECONDS)
+
+
 async def _until_stopped(
-    serving: asyncio.Task[None], stop: asyncio.Event, guardian: Guardian, models: Models
+    serving: asyncio.Task[None], stop: asyncio.Event, guardian: Guardian, runtime: Runtime
 ) -> float:
     """Seconds that the running job may still take, once the server has to end.
 
-    Raises `RivalError` if that is because other servers train all of its models.
+    Raises `RivalError` if that is because other servers train all of its models, and what ended its
+    engine if that has ended for good.
     """
     stopped = asyncio.create_task(stop.wait())
     watching = asyncio.create_task(guardian.watch())
-    fenced = asyncio.create_task(models.all_fenced())
+    fenced = asyncio.create_task(runtime.models.all_fenced())
+    dead = asyncio.create_task(runtime.engine_ended())
     try:
-        ends = [serving, stopped, watching, fenced]
+        ends = [serving, stopped, watching, fenced, dead]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if dead.done():
+            raise await dead
         if fenced.done():
             raise RivalError(await fenced)
         return await watching if watching.done() else GRACE_SECONDS
@@ -327,11 +374,14 @@ async def _until_stopped(
         stopped.cancel()
         watching.cancel()
         fenced.cancel()
+        dead.cancel()
 
 
-async def _stop_serving(server: Server, serving: asyncio.Task[None], runtime: Runtime) -> None:
+async def _stop_serving(
+    server: Server, serving: asyncio.Task[None], runtime: Runtime, patience: float
+) -> None:
     server.should_exit = True
-    await asyncio.wait([serving], timeout=ANSWERING_SECONDS)
+    await asyncio.wait([serving], timeout=patience)
     await runtime.close()  # ends the requests that are left
     await asyncio.wait([serving], timeout=1)
     server.force_exit = True  # whoever neither sends nor reads on does not keep the server
@@ -353,11 +403,8 @@ def _write_endpoint(path: Path, name: str, url: str) -> None:
 
 def main() -> None:
     options = parse_arguments()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    serve_in_a_child()
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     for noisy in ("boto3", "botocore", "httpx", "transformers", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # "Invalid HTTP request received", of whoever connects

@@ -1,12 +1,16 @@
-"""Connections: how many may wait without having shown a token, and how long a request may take to
-come. uvicorn has no limit for either; its `limit_concurrency` answers 503 to everybody alike.
+"""Connections: how many may wait without having shown a token, how long a request may take to come,
+and how long an answer may lie unread. uvicorn has no limit for any of them; its `limit_concurrency`
+answers 503 to everybody alike.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import resource
+import struct
+import termios
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +27,8 @@ BODY_SECONDS, BODY_BYTES = 30.0, 30 << 10
 """A body that does not end has to bring so many bytes in so many seconds."""
 KEEP_ALIVE_SECONDS = 30
 """How long a connection may lie idle: longer than clients keep theirs, so that they end it."""
+UNREAD_SECONDS = 60.0
+"""How long a client may take none of the bytes that are ready for it."""
 BACKLOG = 128
 MOST_DESCRIPTORS = 1 << 16
 MOST_STRANGERS = 2048
@@ -63,7 +69,11 @@ class Strangers:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with a limit of time for heads and bodies."""
+    """uvicorn's connection, with a limit of time for heads, for bodies, and for what lies unread.
+
+    An answer that nobody reads is ended as if the client had gone: it would hold the policy that it
+    comes from, and with vLLM its place, for as long as the client likes.
+    """
 
     def __init__(self, strangers: Strangers, **given: Any) -> None:
         super().__init__(**given)
@@ -73,6 +83,7 @@ class Connection(H11Protocol):
         self._limit: asyncio.TimerHandle | None = None
         self._limited: type | None = None
         self._received = 0
+        self._looking: asyncio.TimerHandle | None = None
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions = scope.setdefault("extensions", {})
@@ -81,12 +92,14 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # paused: the system takes no more
         self._strangers.add(self)
         self._wait_for(h11.IDLE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._strangers.remove(self)
         self._wait_for(None)
+        self._look_no_more()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -126,6 +139,39 @@ class Connection(H11Protocol):
 
     def _end(self) -> None:
         self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again(self._unread())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._look_no_more()
+
+    def _look_again(self, unread: int) -> None:
+        self._look_no_more()
+        self._looking = self.loop.call_later(UNREAD_SECONDS, self._look, unread)
+
+    def _look_no_more(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _look(self, unread_before: int) -> None:
+        if (unread := self._unread()) < unread_before:
+            return self._look_again(unread)
+        log.warning(
+            "a client has read nothing of what it was sent for %.0f s: its connection is ended",
+            UNREAD_SECONDS,
+        )
+        self._end()
+
+    def _unread(self) -> int:
+        """Bytes that the client's system has not taken; as it makes room when the client reads, and
+        this one's asks for more only after many, those that it has are counted too."""
+        socket = self.transport.get_extra_info("socket")
+        [in_system] = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
+        return int(in_system) + self.transport.get_write_buffer_size()
 
 
 def handle_loop_errors(

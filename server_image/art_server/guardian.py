@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from art_cloud.durations import reserve, words
 from art_cloud.protocol import Clock
+
+from .watchdog import STALL_SECONDS, Moves
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class Limits:
         """Seconds from the launch to the very end of budget and deadline."""
         return min(self.affordable, self.deadline)
 
+    def are_over(self, elapsed: float) -> bool:
+        """Whether a server would only end, so long after the launch."""
+        return elapsed >= self.life - reserve(self.life)
+
 
 class _End(NamedTuple):
     """How far one limit is."""
@@ -70,9 +74,11 @@ class _End(NamedTuple):
 class Guardian:
     """Four clocks: lease, idle, budget, deadline. The first that runs out ends the server.
 
-    `lease` is renewed by any request of a client, and never cuts off what is at work: `busy`.
-    `idle` starts anew with any request and with whatever is at work. `budget` and `deadline` stop
-    early enough that what the end takes fits into them: the running job gets half of the reserve.
+    `lease` is renewed by any request of a client, and never cuts off what is at work: `work`, with
+    a number for each that changes when it moves. What has not moved for `stall` seconds does not
+    count. `idle` starts anew with any request and with whatever is at work. `budget` and `deadline`
+    stop early enough that what the end takes fits into them: the running job gets half of the
+    reserve.
 
     `launched_ago` is how long the machine has been paid for already, in seconds. `warn` is called
     with the announcement of an end, once for each share in `WARN_AT`.
@@ -82,17 +88,20 @@ class Guardian:
         self,
         limits: Limits,
         *,
-        busy: Callable[[], bool],
+        work: Callable[[], Mapping[str, int]],
         warn: Callable[[str], None],
         name: str = "server",
         launched_ago: float = 0.0,
+        stall: float = STALL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self._name = name
         self.warnings: list[str] = []
         """Announced ends that nobody can put off."""
-        self._busy = busy
+        self._work = work
+        self._moves = Moves()
+        self._stall = stall
         self._warn = warn
         self._now = clock
         self._launched = clock() - launched_ago
@@ -100,7 +109,7 @@ class Guardian:
         self._announced: dict[str, float] = {}
 
     def touch(self) -> None:
-        """A client asked for something."""
+        """A client asked for something, or can from now on."""
         self._renewed = self._active = self._now()
 
     @property
@@ -147,7 +156,8 @@ class Guardian:
 
     def _ends(self) -> list[_End]:
         now, limits = self._now(), self.limits
-        if self._busy():
+        self._moves.see(self._work(), now)
+        if any(still < self._stall for still in self._moves.still(now).values()):
             self._active = now
             self._renewed = max(self._renewed, now - limits.lease + RETURN_SECONDS)
             self._renewed = min(self._renewed, now)
@@ -191,19 +201,3 @@ class Guardian:
                 if end.final:
                     self.warnings.append(message)
                     self._warn(message)
-
-
-def exit_after(seconds: float, why: str) -> threading.Timer:
-    """The last resort: end the process then, whatever hangs, unless the timer is cancelled.
-
-    The journal and the store survive that as they survive a crash.
-    """
-
-    def end() -> None:
-        log.critical("%s: the process ends now", why)
-        os._exit(1)
-
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
-    return timer

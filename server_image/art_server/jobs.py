@@ -28,6 +28,7 @@ from art_cloud.errors import (
     ArtCloudError,
     ConfigError,
     ConflictError,
+    JobError,
     NotFoundError,
     RivalError,
     ServerStoppingError,
@@ -65,6 +66,10 @@ CREATE TABLE IF NOT EXISTS events (
     PRIMARY KEY (job, number)
 );
 """
+MOST_KILLED = 3
+"""How often the server may be killed in the middle of a job."""
+LEFT, KILLED = "left", "killed"
+"""Marks in the events of a job that a server did not settle: it left it, or was killed."""
 
 
 class Totals(NamedTuple):
@@ -111,6 +116,10 @@ class Journal:
         for file in self._bodies.iterdir():
             if file.name not in named:  # the server was killed in between
                 file.unlink()
+        try:
+            self._note_the_end_of_the_last_server()
+        except StoreFullError as error:
+            log.error("%s", error)
 
     def close(self) -> None:
         self._db.close()
@@ -232,6 +241,48 @@ class Journal:
             self._totals = Totals(steps + 1, tokens + int(outcome.metrics.get("tokens", 0)))
         self._repeated.discard(job)
         self._unfinished.pop(job, None)
+
+    def leave(self, job: str) -> None:
+        """Note that the server ends in good order before the job does: its next start runs it."""
+        self.add_event(job, "progress", {"phase": "left for the next start of the server", LEFT: 1})
+
+    def _note_the_end_of_the_last_server(self) -> None:
+        """Warn of the job that ran when it was killed, and fail the one that does that each time.
+
+        What has been started since it was settled, left or warned of has run then.
+        """
+        for job in self.unfinished():
+            with self._lock:
+                started, told, killed = self._db.execute(
+                    "SELECT max(iif(type = 'started', number, 0)),"
+                    " max(iif(type IN ('done', 'failed') OR coalesce(json_extract(data, ?),"
+                    " json_extract(data, ?)), number, 0)),"
+                    " total(json_extract(data, ?))"
+                    " FROM events WHERE job = ?",
+                    (f"$.{LEFT}", f"$.{KILLED}", f"$.{KILLED}", job),
+                ).fetchone()
+            if started <= told:
+                continue
+            times = f"{killed + 1:.0f} of {MOST_KILLED} times"
+            log.warning("the server before this one ended while it ran job %s (%s)", job, times)
+            warning = f"The server was killed, or ended itself, during this call ({times})."
+            self.add_event(job, "warning", {"warning": warning, KILLED: 1})
+            if killed + 1 >= MOST_KILLED:
+                self._fail_killer(job)
+
+    def _fail_killer(self, job: str) -> None:
+        error = JobError(
+            f"This call has ended the server {MOST_KILLED} times: it was killed, or had to be, each"
+            " time while the call ran, most likely for lack of memory. It is not tried again. Send "
+            "a smaller batch, or take a larger machine. What the server wrote: `art-cloud logs`."
+        )
+        body = ErrorBody(message=str(error), type="job_error", code=error.code)
+        if job in self._repeated:
+            self.note_not_durable(job, body, lost=True)
+            self._repeated.discard(job)
+            self._unfinished.pop(job, None)
+        else:
+            self.end(job, body)
 
     def make_durable(self, job: str) -> None:
         """Note that the step of a job that is done is in the store now."""
@@ -356,6 +407,8 @@ class Jobs:
     def __init__(self, journal: Journal, programs: dict[JobKind, Program]) -> None:
         self.journal = journal
         self.current: JobInfo | None = None
+        self.moved = 0
+        """Goes up whenever the running job says how far it is."""
         self._programs = programs
         self._call_came = asyncio.Event()
         self._news = asyncio.Condition()
@@ -451,6 +504,9 @@ class Jobs:
         done, _ = await asyncio.wait([self._worker], timeout=grace)
         if not done:
             self._abandon = True
+            if self.current is not None:
+                with suppress(StoreFullError):
+                    self.journal.leave(self.current.id)
             await asyncio.wait([self._worker])
 
     async def _work(self) -> None:
@@ -487,6 +543,7 @@ class Jobs:
                 raise ServerStoppingError(
                     f"Job {info.id} was left for the next start of the server."
                 )
+            self.moved += 1
             self._tell(info.id, "progress", data)
 
         what = f"{info.kind} of {info.project}/{info.model}"

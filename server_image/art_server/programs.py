@@ -313,7 +313,8 @@ class Programs:
         )
 
     def _is_resident(self, newest: Manifest) -> bool:
-        return self._resident.get(newest.name) == (newest.step, newest.call_id)
+        there = self._resident.get(newest.name) == (newest.step, newest.call_id)
+        return there and str(newest.name) in self.runtime.trainer
 
     def _make_resident(self, newest: Manifest) -> None:
         if not self._is_resident(newest):

@@ -25,6 +25,7 @@ import torch
 
 from art_cloud.checkpoints import Checkpoints, Manifest, Writer
 from art_cloud.errors import (
+    ArtCloudError,
     ConfigError,
     ConflictError,
     InvalidRequestError,
@@ -53,6 +54,9 @@ NEW = (
     "The step was not made, and the one before it is still served. Repeat the call; if it fails "
     "again, restart the server and see its log (`art-cloud logs`)."
 )
+MOVED_BYTES = 16 << 20
+"""So much read or written means that a download or an upload gets on, and is not a log's line."""
+POLL_SECONDS = 1.0
 FETCHED = (
     "It is not served. Was it trained on another base model of this name? Start the server with "
     "that one, or go on from another step."
@@ -71,6 +75,17 @@ class Settings:
     durability: Durability = "sync"
     read_only: bool = False
     """Serve what the store has; make nothing."""
+
+
+def bytes_moved() -> int:
+    """What this process has read and written, sockets not counted; 0 where Linux is not there to
+    tell."""
+    try:
+        with open("/proc/self/io") as file:
+            counts = dict(line.split(": ") for line in file)
+    except OSError:
+        return 0
+    return sum(int(counts[name]) for name in ("rchar", "wchar", "read_bytes"))
 
 
 class Runtime:
@@ -96,6 +111,7 @@ class Runtime:
         self._canary: Canary | None = None
         self._in_use: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
+        self._in_training_thread = 0
         self._loading = asyncio.Lock()
         self._released = asyncio.Event()
         self._training_thread = ThreadPoolExecutor(
@@ -125,7 +141,13 @@ class Runtime:
     ) -> asyncio.Future[T]:
         """Have it called there, after whatever was put there before."""
         loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._training_thread, lambda: function(*args, **kwargs))
+        called = loop.run_in_executor(self._training_thread, lambda: function(*args, **kwargs))
+        self._in_training_thread += 1
+        called.add_done_callback(self._left_training_thread)
+        return called
+
+    def _left_training_thread(self, called: asyncio.Future[T]) -> None:
+        self._in_training_thread -= 1
 
     @property
     def trainer(self) -> Trainer:
@@ -162,6 +184,21 @@ class Runtime:
         return stats.running + stats.waiting > 0
 
     @property
+    def moved(self) -> int:
+        """Another number whenever a job gets on: with what the trainer computes, with what is read
+        and written, and, unless the trainer is at work, with what the engine does for it."""
+        trained = self._trainer.computed if self._trainer else 0
+        waited_for = 0 if self._in_training_thread else self.stats().moved
+        return trained + waited_for + bytes_moved() // MOVED_BYTES
+
+    async def engine_ended(self) -> ArtCloudError:
+        """Wait until the engine has ended for good, and return why."""
+        while True:
+            if self._engine is not None and (error := self._engine.ended) is not None:
+                return error
+            await asyncio.sleep(POLL_SECONDS)
+
+    @property
     def policies(self) -> list[str]:
         return list(self._in_use)
 
@@ -186,8 +223,13 @@ class Runtime:
             engine = make_engine(
                 base, trainer.token_budget, self._vllm_python, self.settings.placement
             )
-            await engine.start()
-            self.base, self._engine, self._trainer = base, engine, trainer
+            self._engine = engine  # so that what it does meanwhile is seen
+            try:
+                await engine.start()
+            except BaseException:
+                self._engine = None
+                raise
+            self.base, self._trainer = base, trainer
             self.loading_seconds = time.monotonic() - started
             log.info("%s is loaded on %s", name, base.device)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import httpx
+import psutil
 import pytest
 
 import art_cloud as art
@@ -24,6 +28,7 @@ from art_cloud.wire import encode_batch
 
 from ..server_process import ServerProcess
 from ..synthetic import batch
+from ..waiting import wait_until
 
 MODEL = ModelName("limits", "agent")
 PATH = f"models/{MODEL}"
@@ -46,8 +51,20 @@ def _steps_of_4_seconds() -> None:
     _slow_steps(4.0)
 
 
-def _steps_of_8_seconds() -> None:
-    _slow_steps(8.0)
+def _steps_of_many_parts() -> None:
+    """In the server: a step takes longer than any test, and says all the time how far it is."""
+    from art_server.training import Trainer
+
+    def endless(*args: object, progress: Callable[[int, int], None], **kwargs: object) -> object:
+        while True:
+            time.sleep(0.1)
+            progress(0, 1)
+
+    Trainer.forward_backward = endless  # type: ignore[assignment,method-assign]
+
+
+def _steps_that_hang() -> None:
+    _slow_steps(3600.0)
 
 
 def _hanging_close() -> None:
@@ -127,12 +144,20 @@ async def test_a_step_longer_than_the_lease_is_made_though_nobody_waits(
     assert Checkpoints(open_store(str(server.store)), MODEL).steps() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("prepare", "code", "says"),
+    [
+        (_steps_of_many_parts, 0, "is left for the next start"),
+        (_steps_that_hang, -signal.SIGKILL, "it does not come to its end: the process ends now"),
+    ],
+)
 async def test_a_budget_holds_and_the_step_that_does_not_fit_is_made_later(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, prepare: Callable[[], None], code: int, says: str
 ) -> None:
-    limits = ("--budget", "8", "--price", "3600")  # a dollar a second
+    """Also one that can't be left: the process ends before more is spent."""
+    limits = ("--budget", "16", "--price", "3600")  # a dollar a second
     server = ServerProcess(tmp_path, *limits, "--model", tiny_model)
-    server.prepare = _steps_of_8_seconds
+    server.prepare = prepare
     server.start()
     async with client_of(server) as client:
         await register(client, tiny_model)
@@ -142,7 +167,7 @@ async def test_a_budget_holds_and_the_step_that_does_not_fit_is_made_later(
         async def ask() -> None:
             info = ServerInfo.model_validate_json(await client.call("POST", "lease"))
             [clock] = info.clocks
-            assert (clock.name, clock.unit, clock.limit) == ("budget", "USD", 8)
+            assert (clock.name, clock.unit, clock.limit) == ("budget", "USD", 16)
             warned.extend(info.warnings)
 
         client.patience = 0
@@ -154,10 +179,10 @@ async def test_a_budget_holds_and_the_step_that_does_not_fit_is_made_later(
         except ServerUnavailableError:
             pass
         await asking
-    assert await ended(server) == 0
-    assert "server ends (--budget): its budget of $8.00" in server.output
-    assert f"job {job} (train of {MODEL}) is left for the next start" in server.output
-    assert any("its budget of $8.00" in message for message in warned)
+    assert await ended(server) == code
+    assert "server ends (--budget): its budget of $16.00" in server.output
+    assert says in server.output
+    assert any("its budget of $16.00" in message for message in warned)
     assert any(event.type == "warning" and "budget" in event.data["warning"] for event in events)
 
     again = ServerProcess(tmp_path, "--deadline", "300")
@@ -172,7 +197,15 @@ async def test_a_restart_does_not_start_the_budget_anew(tmp_path: Path) -> None:
     launched = ("--launched", str(time.time() - 3600))
     server = ServerProcess(tmp_path, "--budget", "2", "--price", "2", *launched).launch()
     assert await ended(server) == 0
-    assert "server ends (--budget)" in server.output
+    assert "its budget or its deadline allows is over" in server.output
+
+
+async def test_a_clock_that_is_behind_does_not_start_the_budget_anew(tmp_path: Path) -> None:
+    """A server whose clock is hours behind that of the laptop, which knows what was spent."""
+    told = ("--launched", str(time.time() + 7200), "--spent", "3600")
+    server = ServerProcess(tmp_path, "--budget", "2", "--price", "2", *told).launch()
+    assert await ended(server) == 0
+    assert "its budget or its deadline allows is over" in server.output
 
 
 async def test_an_end_that_hangs_is_an_end(tmp_path: Path) -> None:
@@ -180,8 +213,178 @@ async def test_an_end_that_hangs_is_an_end(tmp_path: Path) -> None:
     server.prepare = _hanging_close
     server.start()
     server.process.terminate()
-    assert await ended(server) == 1
+    assert await ended(server) == -signal.SIGKILL
     assert "it does not come to its end: the process ends now" in server.output
+
+
+def _slow_boot() -> None:
+    from art_server.programs import Programs
+
+    real = Programs.reopen
+
+    async def slow(self: Programs, *args: object) -> None:
+        await asyncio.sleep(5)
+        await real(self, *args)  # type: ignore[arg-type]
+
+    Programs.reopen = slow  # type: ignore[assignment,method-assign]
+
+
+async def test_a_boot_that_takes_longer_than_lease_and_idle_is_no_end(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--lease", "4", "--idle", "4")
+    server.prepare = _slow_boot
+    server.start()
+    async with client_of(server) as client:
+        info = ServerInfo.model_validate_json(await client.call("POST", "lease"))
+    assert {clock.name for clock in info.clocks} == {"lease", "idle"}
+    assert await ended(server) == 0
+    assert "server ends (--lease)" in server.output
+
+
+def _hanging_boot() -> None:
+    from art_server import __main__
+    from art_server.programs import Programs
+
+    async def hang(self: Programs, *args: object) -> None:
+        time.sleep(3600)  # noqa: ASYNC251
+
+    __main__.BOOT_SECONDS = 2
+    Programs.reopen = hang  # type: ignore[method-assign]
+
+
+def _hanging_loop() -> None:
+    from art_server.app import Routes
+
+    async def hang(self: Routes, *args: object) -> None:
+        time.sleep(3600)  # noqa: ASYNC251
+
+    Routes.checkpoints = hang  # type: ignore[assignment,method-assign]
+
+
+def _hanging_engine() -> None:
+    from art_server.inference.scheduler import Scheduler
+
+    Scheduler._decode_step = lambda self: time.sleep(3600)  # type: ignore[method-assign]
+
+
+async def test_a_boot_that_hangs_is_given_up(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path)
+    server.prepare = _hanging_boot
+    server.launch()
+    assert await ended(server) == -signal.SIGKILL
+    assert "it does not come up: the process ends now" in server.output
+    assert "in hang" in server.output  # where it was
+
+
+STALL = ("--stall", "8", "--lease", "300", "--idle", "300")
+
+
+async def test_a_server_that_is_stopped_for_good_ends(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, *STALL).start()
+    os.kill(server.pid, signal.SIGSTOP)
+    assert await ended(server) == -signal.SIGKILL
+    assert "its event loop has not moved for 8 s: the process ends now (it was stopped)" in (
+        server.output
+    )
+
+
+async def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    server = ServerProcess(tmp_path, *STALL)
+    server.prepare = _hanging_loop
+    server.start()
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        asking = asyncio.create_task(client.call("GET", f"{PATH}/checkpoints"))
+        assert await ended(server) == -signal.SIGKILL
+        asking.cancel()
+        await asyncio.wait([asking])
+    assert "its event loop has not moved for 8 s: the process ends now" in server.output
+    assert "in hang" in server.output
+
+
+async def test_a_trainer_that_hangs_ends_the_server_though_clients_ask(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    server = ServerProcess(tmp_path, *STALL)
+    server.prepare = _steps_that_hang
+    server.start()
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        job = await train(client)
+        client.patience = 0
+        await keep_asking(lambda: client.call("POST", "lease"), server)
+    assert await ended(server) == -signal.SIGKILL
+    assert f"the train of {MODEL} (call {job}) has not moved for" in server.output
+    assert "in slow" in server.output
+
+
+async def test_an_engine_that_hangs_ends_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    server = ServerProcess(tmp_path, *STALL, "--model", tiny_model)
+    server.prepare = _hanging_engine
+    server.start()
+    async with server.http() as http:
+        body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 5}
+        asking = asyncio.create_task(http.post("/v1/completions", json=body))
+        assert await ended(server) == -signal.SIGKILL
+        with pytest.raises(httpx.HTTPError):
+            await asking
+    assert "what is sampled has not moved for" in server.output
+
+
+async def test_what_moves_may_take_longer_than_what_stalls(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """A step of parts that are shorter than `--stall`, and are more in all."""
+    server = ServerProcess(tmp_path, *STALL, "--deadline", "30")
+    server.prepare = _steps_of_many_parts
+    server.start()
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        job = await train(client)
+    assert await ended(server) == 0
+    assert f"job {job} (train of {MODEL}) is left for the next start" in server.output
+
+
+def _dying_engine() -> None:
+    from art_server.inference.scheduler import Scheduler
+
+    def die(self: Scheduler) -> None:
+        raise SystemExit("the end")
+
+    Scheduler._decode_step = die  # type: ignore[method-assign]
+
+
+async def test_an_engine_that_is_dead_for_good_ends_the_server(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    server = ServerProcess(tmp_path, "--model", tiny_model)
+    server.prepare = _dying_engine
+    server.start()
+    async with server.http() as http:
+        body = {"model": str(tiny_model), "prompt": "x", "max_tokens": 5}
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 500
+    assert "The inference engine died of SystemExit" in answer.json()["error"]["message"]
+    assert await ended(server) == 1
+    assert "art-server: The inference engine died of SystemExit" in server.output
+
+
+async def test_a_watchdog_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, *STALL).start()
+    [first] = psutil.Process(server.pid).children()
+    first.kill()
+    await asyncio.to_thread(
+        wait_until, lambda: "the watchdog is gone, and is started again" in server.output, 30
+    )
+    os.kill(server.pid, signal.SIGSTOP)
+    assert await ended(server) == -signal.SIGKILL
+
+
+async def test_the_watchdog_goes_with_its_server_and_holds_nothing_of_it(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path).start()
+    [watchdog] = psutil.Process(server.pid).children()
+    assert watchdog.num_fds() == 3
+    server.kill()
+    await asyncio.to_thread(wait_until, lambda: not watchdog.is_running(), 30)
 
 
 async def test_who_is_attached_is_warned_once_and_nothing_is_relaunched_beyond_the_deadline(

@@ -237,6 +237,38 @@ async def test_what_ignores_the_signal_is_killed_with_all_that_it_started(
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (["--stall", "5"], "its event loop has not moved for 5 s"),
+        (["--deadline", "20"], "its money or its time is up"),
+    ],
+)
+async def test_one_that_is_suspended_for_good_ends_with_all_that_it_started(
+    cluster_home: Path, limits: list[str], says: str
+) -> None:
+    state = cluster_home / "clusters" / "asleep"
+    arguments = [*SERVER, *limits, "--name", "asleep", "--state", str(state)]
+    server = await asyncio.create_subprocess_exec(
+        "bash",
+        "-c",
+        "sleep 300 & echo $!; exec " + " ".join(arguments),
+        env=os.environ | {"ART_CLOUD_TOKEN": "t"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stderr is not None
+    child = psutil.Process(int(await server.stdout.readline()))
+    await until((state / "endpoint.json").exists)
+    os.kill(server.pid, signal.SIGSTOP)
+    assert await server.wait() == -signal.SIGKILL
+    assert says in (await server.stderr.read()).decode()
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert await get_provider("local").list() == []
+
+
 async def test_what_a_killed_server_leaves_running_is_found_and_ended(cluster_home: Path) -> None:
     state = cluster_home / "clusters" / "gone"
     arguments = [*SERVER, "--name", "gone", "--state", str(state)]

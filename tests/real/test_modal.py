@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import art_cloud as art
 from art_cloud import fleet, sweep
 from art_cloud.doctor import examine
 from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
-from art_cloud.providers import ClusterSpec, get_provider
+from art_cloud.providers import CAP_SECONDS, ClusterSpec, Offer, get_provider
 from art_cloud.providers.modal import CREATED, TAG
 from art_cloud.providers.modal_options import Options
 from art_cloud.registry import Registry
@@ -80,6 +81,29 @@ async def test_two_launches_give_one(
     assert Registry().list() == []
     await provider.terminate(NAME)
     assert await provider.list() == []
+    await provider.terminate(NAME)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ({}, 24 * 3600),
+        ({"deadline": 30 * 3600.0}, 24 * 3600),
+        ({"deadline": 1200.0}, 600 + CAP_SECONDS),
+        ({"budget": 1.0}, 600 + CAP_SECONDS),
+    ],
+)
+async def test_a_sandbox_ends_from_outside_soon_after_budget_and_deadline(
+    plane: ModalPlane, limits: dict[str, float], most: float
+) -> None:
+    """Whatever its server does; also one that replaces another."""
+    launched_at = datetime.now(UTC) - timedelta(minutes=10)
+    price = Offer(provider="modal", region="any", price_per_hour=3.0)
+    limited = {"offer": price, "launched_at": launched_at, **limits}
+    provider = get_provider("modal")
+    await provider.launch(spec().model_copy(update=limited), NAME)
+    [sandbox] = plane.running
+    assert most - 60 < sandbox.definition.timeout_secs <= most
     await provider.terminate(NAME)
 
 

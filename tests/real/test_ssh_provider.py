@@ -324,6 +324,17 @@ async def test_one_that_ignores_the_signal_is_killed(box: Box) -> None:
     assert await provider.list() == []
 
 
+async def test_one_that_is_suspended_for_good_ends_by_its_deadline(box: Box) -> None:
+    provider = get_provider("ssh")
+    await provider.launch(spec(box).model_copy(update={"deadline": 30.0}), "one")
+    await provider.endpoint("one")
+    [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
+    server.suspend()
+    await until(lambda: box.processes() == [])
+    assert [one async for one in provider.logs("one", follow=False) if "is up: the process" in one]
+    assert await provider.list() == []
+
+
 async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
     """Ctrl-C while something is installed ends at once."""
 

@@ -5,24 +5,31 @@ import math
 
 import pytest
 from art_server.guardian import GRACE_SECONDS, RETURN_SECONDS, Guardian, Limits
+from art_server.watchdog import STALL_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st
 
 
 class World:
-    """A clock that stands still, and a server that is busy when it is told to."""
+    """A clock that stands still, and a server that is busy when it is told to, and gets on with it
+    unless it hangs."""
 
     def __init__(self, limits: Limits, launched_ago: float = 0.0) -> None:
         self.now = 1000.0
         self.busy = False
+        self.hangs_since: float | None = None
         self.warned: list[str] = []
         self.guardian = Guardian(
             limits,
-            busy=lambda: self.busy,
+            work=lambda: {"a step": round(self.moved)} if self.busy else {},
             warn=self.warned.append,
             launched_ago=launched_ago,
             clock=lambda: self.now,
         )
+
+    @property
+    def moved(self) -> float:
+        return self.now if self.hangs_since is None else self.hangs_since
 
     def left(self, name: str) -> float:
         return {clock.name: clock.remaining for clock in self.guardian.clocks()}[name]
@@ -70,6 +77,17 @@ async def test_a_step_longer_than_the_lease_is_not_cut_off_and_its_client_may_co
     world.now += RETURN_SECONDS - 1
     assert await world.ended() is None
     world.now += 1
+    assert await world.ended() == GRACE_SECONDS
+
+
+async def test_what_hangs_holds_neither_lease_nor_idle() -> None:
+    world = World(Limits(lease=600, idle=900))
+    world.busy = True
+    world.hangs_since = world.now
+    for _ in range(18):
+        assert await world.ended() is None
+        world.now += 99
+    world.now = world.hangs_since + STALL_SECONDS + RETURN_SECONDS
     assert await world.ended() == GRACE_SECONDS
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -221,12 +222,109 @@ async def test_a_job_under_way_runs_again_after_a_restart(path: Path, program: P
     jobs = Jobs(journal, {"train": program})
     jobs.start()
     events = await followed(jobs, first, after=2)
-    assert [event.type for event in events] == ["progress", "started", "done"]
-    assert [event.number for event in events] == [3, 4, 5]
+    assert [event.type for event in events] == ["progress", "warning", "started", "done"]
+    assert [event.number for event in events] == [3, 4, 5, 6]
+    assert "during this call (1 of 3 times)" in events[1].data["warning"]
     await followed(jobs, second)
     assert program.ran == [first, second]
     await jobs.stop(10)
     journal.close()
+
+
+async def test_a_call_that_kills_the_server_three_times_fails_and_the_others_go_on(
+    path: Path, program: Program
+) -> None:
+    killer, other = uuid4().hex, uuid4().hex
+    journal = Journal(path)
+    for job in (killer, other):
+        journal.submit(job, "train", NAME, b"body")
+    for _ in range(3):
+        assert journal.unfinished() == [killer, other]
+        journal.start(killer)
+        journal.add_event(killer, "progress", {"done": 1})
+        journal.close()  # as a killed process would, with nothing else written
+        journal = Journal(path)
+    assert journal.unfinished() == [other]
+    info = journal.get(killer)
+    assert info.state == "failed"
+    assert info.error is not None
+    assert info.error.code == JobError.code
+    assert "ended the server 3 times" in info.error.message
+    jobs = Jobs(journal, {"train": program})
+    jobs.start()
+    assert (await followed(jobs, killer))[-1].type == "failed"
+    assert (await followed(jobs, other))[-1].type == "done"
+    assert program.ran == [other]
+    await jobs.stop(10)
+    journal.close()
+
+
+async def test_one_that_was_done_already_is_not_made_again_for_ever_either(path: Path) -> None:
+    job = uuid4().hex
+    journal = Journal(path)
+    journal.submit(job, "train", NAME, b"body")
+    journal.start(job)
+    journal.end(job, DONE.model_copy(update={"durable": False}))
+    journal.close()
+    for _ in range(3):
+        journal = Journal(path)
+        assert journal.repeated() == {NAME}
+        journal.start(job)
+        journal.close()
+    journal = Journal(path)
+    assert (journal.unfinished(), journal.repeated()) == ([], set())
+    info = journal.get(job)
+    assert info.state == "done"
+    assert info.error is not None
+    assert "ended the server 3 times" in info.error.message
+    journal.close()
+
+
+async def test_a_call_that_is_left_in_good_order_or_meets_a_full_disk_has_killed_nobody(
+    path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(report: Report) -> None:
+        while True:
+            report({})
+
+    async def leave(job: JobInfo, report: Report) -> None:
+        await asyncio.to_thread(work, report)
+
+    job = uuid4().hex
+    journal = Journal(path)
+    journal.submit(job, "train", NAME, b"body")
+    program.behave = leave
+    for count in range(1, 6):
+        jobs = Jobs(journal, {"train": program})
+        jobs.start()
+        await until_running(program, count)
+        async with asyncio.timeout(30):
+            await jobs.stop(0.01)
+        journal.close()
+        journal = Journal(path)
+    monkeypatch.setattr(jobs_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(journal, "end", _full_at_first(journal.end))
+    program.behave = None
+    jobs = Jobs(journal, {"train": program})
+    jobs.start()
+    events = await followed(jobs, job)
+    assert events[-1].type == "done"
+    assert [event.type for event in events].count("started") == 10
+    assert "warning" not in {event.type for event in events}
+    await jobs.stop(10)
+    journal.close()
+
+
+def _full_at_first(end: Callable[..., None]) -> Callable[..., None]:
+    """The end of a job, which can be written down at the fifth try."""
+    tries = itertools.count(1)
+
+    def try_to_end(*outcome: object) -> None:
+        if next(tries) < 5:
+            raise StoreFullError("No space left.")
+        end(*outcome)
+
+    return try_to_end
 
 
 async def test_stopping_lets_the_running_job_finish(jobs: Jobs, program: Program) -> None:

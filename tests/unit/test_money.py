@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from art_cloud.durations import parse_deadline, parse_duration, reserve, words
 from art_cloud.errors import ConfigError
 from art_cloud.money import Usage, choose, make_receipt
-from art_cloud.providers import ClusterSpec, Offer
+from art_cloud.providers import CAP_SECONDS, ClusterSpec, Offer
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -56,6 +57,16 @@ def test_the_server_is_told_its_limits() -> None:
     assert given["--deadline"] == "7200"
     assert float(given["--launched"]) == NOW.timestamp()
     assert not {"--budget", "--price", "--deadline"} & set(spec().server_arguments("one"))
+
+
+def test_what_was_spent_is_told_in_seconds_of_this_machine_too() -> None:
+    """The clock of the other one may be wrong."""
+    launched = datetime.now(UTC) - timedelta(hours=1)
+    limited = spec(budget=4, offer=offer(2), launched_at=launched)
+    told = limited.server_arguments("one")
+    assert 3600 <= float(told[told.index("--spent") + 1]) < 3660
+    assert 3540 < limited.cap_seconds - CAP_SECONDS <= 3600
+    assert spec(launched_at=launched).cap_seconds == math.inf
 
 
 def test_a_point_in_time_is_kept_as_one() -> None:

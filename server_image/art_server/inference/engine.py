@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from art_cloud.errors import NotFoundError
+from art_cloud.errors import ArtCloudError, NotFoundError
 
 Route = Literal["chat/completions", "completions"]
 
@@ -25,6 +25,8 @@ class EngineStats(NamedTuple):
     """Since the engine was started."""
     reason: str | None = None
     """Why something waits, in words; None when nothing does."""
+    moved: int = 0
+    """Another number whenever anything moves: a token, an adapter, a start of the engine."""
 
 
 class Engine(Protocol):
@@ -87,6 +89,10 @@ class Engine(Protocol):
         flight are finished first, and those that come meanwhile wait."""
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def ended(self) -> ArtCloudError | None:
+        """What ended it for good: no request is answered from then on."""
 
 
 def not_loaded(policy: str) -> NotFoundError:

@@ -53,7 +53,8 @@ class Scheduler(threading.Thread):
         self._max_cache_tokens = max_cache_tokens
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
-        self._ended: ArtCloudError | None = None
+        self.ended: ArtCloudError | None = None
+        """What ended the thread."""
         self._ended_lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._rows: list[Row] = []
@@ -62,6 +63,7 @@ class Scheduler(threading.Thread):
         self._retired: set[str] = set()
         self._outbox: list[tuple[Generation, Event]] = []
         self._tokens_generated = 0
+        self._commands_done = 0
         self._reason: str | None = None
         self._stats = EngineStats()
 
@@ -73,7 +75,7 @@ class Scheduler(threading.Thread):
     def cancel(self, generations: Sequence[Generation]) -> None:
         for generation in generations:
             generation.cancelled = True
-        if self._ended is None:
+        if self.ended is None:
             self._commands.put(lambda: None)
 
     def call(self, do: Callable[[], None]) -> Future[None]:
@@ -107,11 +109,11 @@ class Scheduler(threading.Thread):
 
     def check(self) -> None:
         """Raise what ended the thread, if it has ended."""
-        if self._ended is not None:
-            raise self._ended.with_traceback(None)
+        if self.ended is not None:
+            raise self.ended.with_traceback(None)
 
     def stats(self) -> EngineStats:
-        """As of the end of the newest step."""
+        """As of the beginning or the end of the newest step."""
         return self._stats
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -129,6 +131,7 @@ class Scheduler(threading.Thread):
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_commands(wait=not (self._rows or self._waiting))
+                    self._publish()  # what runs is known though a step takes long, or hangs
                     self._step()
                     self._publish()
                     self._deliver()
@@ -144,13 +147,14 @@ class Scheduler(threading.Thread):
         try:
             while True:
                 self._commands.get(block=wait)()
+                self._commands_done += 1
                 wait = False
         except queue.Empty:
             pass
 
     def _end(self, error: ArtCloudError) -> None:
         with self._ended_lock:
-            self._ended = error
+            self.ended = error
         self._run_commands(wait=False)
         self._fail({row.generation for row in self._rows} | set(self._waiting), error)
         self._rows, self._reason = [], None
@@ -330,7 +334,9 @@ class Scheduler(threading.Thread):
 
     def _publish(self) -> None:
         waiting = sum(generation.choices for generation in self._waiting)
-        self._stats = EngineStats(len(self._rows), waiting, self._tokens_generated, self._reason)
+        tokens = self._tokens_generated
+        moved = tokens + self._commands_done
+        self._stats = EngineStats(len(self._rows), waiting, tokens, self._reason, moved)
 
     def _deliver(self) -> None:
         if not self._outbox:

@@ -120,6 +120,10 @@ class TransformersEngine:
     def stats(self) -> EngineStats:
         return self._scheduler.stats() if self._scheduler else EngineStats()
 
+    @property
+    def ended(self) -> ArtCloudError | None:
+        return self._scheduler.ended if self._scheduler else None
+
     async def create(
         self, route: Route, body: dict[str, Any], policy: str | None
     ) -> dict[str, Any]:

@@ -41,6 +41,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for --max-lora-rank."""
 OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Failures of a connection that vLLM has no part in."""
+COUNT_SECONDS = 5.0
+"""Between two looks at how many tokens vLLM has counted."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
 
@@ -94,18 +96,22 @@ class VllmEngine:
         self._watching: asyncio.Task[None] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self._running = self._waiting = self._tokens_generated = 0
+        self._moved = 0
+        self._counting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         await self._launch()
         self._open()
         self._watching = asyncio.create_task(self._watch())
+        self._counting = asyncio.create_task(self._count())
 
     async def close(self) -> None:
         self._ended = ServerStoppingError("The inference engine stops. Ask again when it is back.")
         self._ready.set()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        for task in (self._watching, self._counting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         if self._session is not None:
             await self._session.close()
             await self._process.end()
@@ -161,8 +167,16 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         waits = self._waiting > 0
         return EngineStats(
-            self._running, self._waiting, self._tokens_generated, self._reason if waits else None
+            running=self._running,
+            waiting=self._waiting,
+            tokens_generated=self._tokens_generated,
+            reason=self._reason if waits else None,
+            moved=self._moved + self._process.said,
         )
+
+    @property
+    def ended(self) -> ArtCloudError | None:
+        return self._ended
 
     async def create(
         self, route: Route, body: dict[str, Any], policy: str | None
@@ -179,6 +193,7 @@ class VllmEngine:
         call = await self._prepare(route, body, policy, stream=True)
         async with self._send(call, policy) as response:
             async for event in events(response.content.iter_any()):
+                self._moved += 1
                 if "error" in event:
                     raise ServerError(f"vLLM failed while it answered: {event['error']}.")
                 for chunk in call.chunks(event):
@@ -309,7 +324,19 @@ class VllmEngine:
         if self._ended is not None:
             raise self._ended
 
+    async def _count(self) -> None:
+        """Follow the tokens that vLLM reads and samples, also of answers that are not through."""
+        tokens = 0.0
+        while True:
+            await asyncio.sleep(COUNT_SECONDS)
+            if self._running and self._session is not None:
+                with suppress(aiohttp.ClientError, OSError):  # a timeout is an OSError
+                    seen = await self._process.tokens(self._session)
+                    self._moved += seen != tokens
+                    tokens = seen
+
     def _open(self) -> None:
+        self._moved += 1
         self._reason = None
         self._ready.set()
 

@@ -37,6 +37,7 @@ START_SECONDS = 1800.0
 """How long vLLM may take to load a model; it says what it does meanwhile."""
 SAY_SECONDS = 5.0
 END_SECONDS = 10.0
+METRICS_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 300
 """Of an idle connection: we close it before vLLM does, who might while a request is on its way."""
 LINE_BYTES = 1 << 20
@@ -46,6 +47,7 @@ _LINE = re.compile(
     r"(?:\(\S+ pid=\d+\) )*(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL):? +"
     r"(?:\d\d-\d\d [\d:]+ )?)?(?:\[[\w.]+:\d+\] )?(?P<text>.*)"
 )
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 _NOISE = re.compile(r"Route: |^[\s█▄▀]*$|█|non-default args|Initializing a V1 LLM engine")
 
 
@@ -148,6 +150,8 @@ class VllmProcess:
         self.key = secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="art-vllm-"))  # short: a socket's path is
         self.address = self._folder / "socket"
+        self.said = 0
+        """Lines that it wrote, and signs that it is still waited for: its start has an end."""
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -212,6 +216,12 @@ class VllmProcess:
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
+    async def tokens(self, session: aiohttp.ClientSession) -> float:
+        """How many it has read and sampled."""
+        timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
+        async with session.get("/metrics", timeout=timeout) as answer:
+            return sum(map(float, _TOKENS.findall(await answer.text())))
+
     def last_lines(self) -> str:
         return "\n".join(f"  {line}" for line in self._last) or "  (nothing)"
 
@@ -233,6 +243,7 @@ class VllmProcess:
                     )
                 if now - said > SAY_SECONDS:
                     said = now
+                    self.said += 1
                     doing = self._last[-1] if self._last else "nothing said yet"
                     log.info("not ready yet after %.0f s: %s", now - started, doing)
                 await asyncio.sleep(0.1)
@@ -243,6 +254,7 @@ class VllmProcess:
         assert self._process is not None
         assert self._process.stdout is not None
         async for raw in self._process.stdout:
+            self.said += 1
             match = _LINE.match(raw.decode(errors="replace").rstrip())
             assert match is not None
             text = match["text"]

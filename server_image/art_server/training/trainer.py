@@ -32,6 +32,8 @@ from .trie import Row, pack
 TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
 ADAPTER, OPTIMIZER, STATE = "adapter", "optimizer.safetensors", "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOST_LEARNERS = 8
+"""Adapters with their moments that are held at once, as many as an engine serves."""
 
 Progress = Callable[[int, int], None]
 
@@ -58,6 +60,9 @@ class Trainer:
         self.token_budget = token_budget or TOKEN_BUDGET[base.device.type]
         self._adapters = Adapters(base)
         self._learners: dict[str, _Learner] = {}
+        """The one that was used last comes last."""
+        self.computed = 0
+        """Rows so far: it goes up while a step gets on."""
         model = self._adapters.model
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
@@ -77,7 +82,8 @@ class Trainer:
         return name in self._learners
 
     def create(self, name: str, lora: LoRAConfig) -> None:
-        """Make a fresh adapter, the same for the same `lora`. Replaces one of that name."""
+        """Make a fresh adapter, the same for the same `lora`. Replaces one of that name, and, where
+        there are `MOST_LEARNERS`, the one that was used longest ago."""
         key = self._adapters.create(lora)
         self._replace(name, _Learner(key, lora.seed, self._adapters.parameters(key)))
 
@@ -245,6 +251,7 @@ class Trainer:
 
     def _hidden(self, key: str | None, row: Row) -> Tensor:
         """What the output head gets (T x D) under an adapter or the base."""
+        self.computed += 1
         device = self.base.device
         extra = {}
         if self._share:
@@ -281,12 +288,15 @@ class Trainer:
         if name not in self._learners:
             loaded = ", ".join(sorted(self._learners)) or "none"
             raise NotFoundError(f"No adapter {name} is in training. Loaded: {loaded}.")
+        self._learners[name] = self._learners.pop(name)
         return self._learners[name]
 
     def _replace(self, name: str, learner: _Learner) -> None:
         if name in self._learners:
             self.unload(name)
         self._learners[name] = learner
+        while len(self._learners) > MOST_LEARNERS:
+            self.unload(next(iter(self._learners)))
 
 
 def _moments(learner: _Learner) -> dict[str, Tensor]:

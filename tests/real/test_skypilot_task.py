@@ -1,0 +1,62 @@
+"""What SkyPilot runs on the machine: the shell script of its task, with the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from art_cloud.providers import CAP_SECONDS, ClusterSpec
+from art_cloud.providers.skypilot import Options, _server
+
+from ..waiting import until
+
+TASK = Path(__file__).parents[2] / "launch" / "skypilot" / "server.yaml"
+
+
+def task_of(**limits: Any) -> dict[str, str]:
+    spec = ClusterSpec(provider="skypilot", store="s3://bucket", **limits)
+    envs: dict[str, str] = _server(spec, Options(gpu="H100", python=sys.executable), "one")["envs"]
+    return envs
+
+
+def test_the_job_ends_from_outside_soon_after_its_deadline() -> None:
+    assert task_of(deadline=300)["ART_CLOUD_SECONDS"] == f"{300 + CAP_SECONDS:.0f}"
+    assert task_of()["ART_CLOUD_SECONDS"] == "0"  # never
+
+
+@pytest.mark.parametrize("seconds", ["20", "0"])
+async def test_a_server_that_is_suspended_with_its_watchdog_lets_the_job_end(
+    tmp_path: Path, seconds: str
+) -> None:
+    """Unless there is no limit: then it stays until somebody ends it."""
+    envs = task_of() | {
+        "ART_CLOUD_SECONDS": seconds,
+        "ART_CLOUD_TOKEN": "t",
+        "ART_CLOUD_ARGUMENTS": shlex.join(["--store", str(tmp_path / "store")]),
+        "SKYPILOT_NODE_RANK": "0",
+        "HOME": str(tmp_path),
+    }
+    script = yaml.safe_load(TASK.read_text())["run"]
+    job = await asyncio.create_subprocess_exec(
+        "bash", "-c", script, env=os.environ | envs, start_new_session=True
+    )
+    endpoint = tmp_path / ".art-cloud" / "clusters" / "one" / "endpoint.json"
+    await until(endpoint.exists)
+    family = psutil.Process(job.pid).children(recursive=True)
+    for process in reversed(family):
+        process.suspend()
+    if math.isclose(float(seconds), 0):
+        for process in family:
+            process.kill()
+    assert await job.wait() in (0, 124, 128 + signal.SIGKILL, -signal.SIGKILL)
+    await until(lambda: not any(process.is_running() for process in family))
