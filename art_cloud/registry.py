@@ -11,6 +11,7 @@ import getpass
 import os
 import re
 import secrets
+import socket
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,11 @@ def default_name(provider: str) -> str:
     """`art-<user>-<provider>`: the same on every call, so that a second start finds the first."""
     user = re.sub(r"[^A-Za-z0-9]+", "-", getpass.getuser()).strip("-") or "user"
     return check_name(f"art-{user[:40]}-{provider}"[:64], "cluster")
+
+
+def whoami() -> str:
+    """Who starts things here, for others who find them to read."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 class Use:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import platformdirs
 import uvicorn
@@ -27,6 +28,7 @@ import uvicorn
 from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.names import check_name, whole_path
+from art_cloud.processes import MARK, identity_of
 
 from .guardian import GRACE_SECONDS, Guardian, Limits, exit_after
 
@@ -201,6 +203,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
+    os.environ.setdefault(MARK, uuid4().hex)  # before anything is started
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -312,6 +315,8 @@ def _write_endpoint(path: Path, name: str, url: str) -> None:
         "name": name,
         "url": url,
         "pid": os.getpid(),
+        "process": identity_of(os.getpid()),
+        "mark": os.environ.get(MARK),
         "version": __version__,
         "started_at": datetime.now(UTC).isoformat(),
     }
