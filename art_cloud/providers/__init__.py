@@ -67,8 +67,9 @@ class ClusterSpec(Frozen):
 
     @property
     def owner(self) -> str:
-        """What may be shown of the token, and tells its owner's clusters from those of others."""
-        return hashlib.sha256(self.token.get_secret_value().encode()).hexdigest()
+        """What may be shown of the token, and tells its owner's clusters from those of others: the
+        first half of its SHA-256."""
+        return hashlib.sha256(self.token.get_secret_value().encode()).hexdigest()[:32]
 
     @property
     def price_per_hour(self) -> float:

@@ -229,10 +229,10 @@ def _scan() -> dict[str, _Server]:
     everything = [process for members in sessions.values() for process in members]
     folders = {path.parent.name for path in (home() / "clusters").glob("*/*.json")}
     for name in folders - servers.keys():
-        session, endpoint = _read_session(name), _read_endpoint(name)
-        mark = session.mark if session else endpoint.mark if endpoint else None
+        by, at = _read_session(name), _read_endpoint(name)
+        mark = by.mark if by else at.mark if at else None
         if mark and (left := _marked(everything, mark)):
-            servers[name] = _Server(None, left, mark, mark, session.owner if session else None)
+            servers[name] = _Server(None, left, mark, mark, by.owner if by else None)
     return servers
 
 

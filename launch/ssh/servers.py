@@ -13,8 +13,8 @@ input: secrets never stand in arguments or on disk.
 
 Everything lies in ~/.art-cloud, which only its owner can read: for each cluster `clusters/NAME`
 with the server's state, `server.log`, `endpoint.json` (written by the server) and `session.json`:
-by whose token it was started (its SHA-256), from where, and which mark in their environment the
-processes have that are its own.
+by whose token it was started (half its SHA-256), from where, and which mark the processes have in
+their environment that are its own.
 
 Needs Linux, Python 3.8 and nothing else.
 """
@@ -85,7 +85,7 @@ class Server(NamedTuple):
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
     environment = json.load(sys.stdin)
-    owner = hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()
+    owner = hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()[:32]
     name, folder = options.name, ROOT / "clusters" / options.name
     with lock(ROOT / "lock"):
         running = servers()
@@ -271,7 +271,7 @@ def servers() -> dict[str, Server]:
         session = _read(name, "session")
         mark = session.get("mark") or _read(name, "endpoint").get("mark")
         left = [process for process in everything if mark and _mark(process) == mark]
-        if left:
+        if mark and left:
             found[name] = Server(None, left, mark, mark, session, {})
     return found
 

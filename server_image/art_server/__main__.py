@@ -203,7 +203,6 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
-    os.environ.setdefault(MARK, uuid4().hex)  # before anything is started
     listener = listen(options.host, options.port)
     url = "http://{}:{}".format(*listener.getsockname())
 
@@ -343,6 +342,7 @@ def main() -> None:
                 f"No token: set {TOKEN} to a secret that clients must send, for example "
                 f"{TOKEN}=$(openssl rand -hex 32). There is no server without one."
             )
+        os.environ.setdefault(MARK, uuid4().hex)  # before anything is started
         asyncio.run(serve(options, token))
     except ArtCloudError as error:
         print(f"art-server: {error}", file=sys.stderr)
