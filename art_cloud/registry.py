@@ -115,7 +115,7 @@ def in_use(name: str) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     return False
 
@@ -319,9 +319,8 @@ class Registry:
             except sqlite3.OperationalError as error:
                 if "no such table" in str(error):
                     return []
-                left = [Path(f"{self.path}-{what}").exists() for what in ("journal", "wal")]
                 # what a killed program left is mended first; else nothing is there to be written
-                mode = "mode=rw" if any(left) else "mode=ro&immutable=1"
+                mode = "mode=rw" if self._is_torn() else "mode=ro&immutable=1"
                 return self._rows(mode, query, values)
         except OSError as error:
             raise RegistryError(
@@ -330,6 +329,10 @@ class Registry:
             ) from error
         except sqlite3.Error as error:
             raise self._unusable(error) from error
+
+    def _is_torn(self) -> bool:
+        left = [Path(f"{self.path}-{what}") for what in ("journal", "wal")]
+        return any(path.exists() and path.stat().st_size for path in left)
 
     def _rows(self, mode: str, query: str, values: Sequence[str]) -> Sequence[sqlite3.Row]:
         with closing(self._connect(mode)) as database:
