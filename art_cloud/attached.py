@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -12,8 +13,8 @@ from datetime import UTC, datetime
 
 from .backend import Backend
 from .credentials import encode_credentials, for_server
-from .errors import ArtCloudError
-from .http import ServerClient, parse
+from .errors import ArtCloudError, RegistryError
+from .http import Address, ServerClient, parse
 from .progress import say, say_once
 from .protocol import Metrics, ServerInfo
 from .providers import Endpoint
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 PING_SECONDS = 30.0
 """Far below the shortest lease or idle limit that makes sense."""
+STUCK_SECONDS = 3.0
+"""A script whose event loop does nothing for so long is stuck: its tunnel is of no use then."""
+LONGEST_STUCK_SECONDS = 3600.0
+"""How long a script that is stuck is taken for a client. A debugger may stand all night."""
 LAST_WORDS_SECONDS = 5.0
 PATIENCE_SECONDS = 90.0
 WAKING_SECONDS = 1200.0
@@ -33,9 +38,9 @@ LOGIN_SECONDS = 5.0
 CHECK_SECONDS = 3.0
 """How often it is asked whether a server that does not answer still exists."""
 
-Replace = Callable[[], Awaitable[Endpoint | None]]
-"""Start another server if the cluster's is gone, and return where it listens; None while the old
-one exists. Raises why there won't be another."""
+Replace = Callable[[], Awaitable[tuple[Endpoint, str] | None]]
+"""Start another server if the cluster's is gone, and return where it listens and its token; None
+while the old one exists. Raises why there won't be another."""
 
 
 class AttachedBackend(Backend):
@@ -61,50 +66,50 @@ class AttachedBackend(Backend):
         self._replaced = 0
         self._checked_at = -CHECK_SECONDS
         self._server.recover = self._recover if replace else None
-        self._pinging: asyncio.Task[None] | None = None
+        self._pinging: _Pinging | None = None
         self._record = record
         self._use = Use(record.name) if record else None
         self._credentials: tuple[datetime, datetime] | None = None
         """Until when the server's hold, and when that was seen first."""
 
     async def __aenter__(self) -> AttachedBackend:
-        await self._take(self._endpoint)
+        await self._take(self._endpoint, self._token)
         await super().__aenter__()
         if self._endpoint.sleeps:
             self._seen = (await self.info()).started_at
         else:
-            self._pinging = asyncio.create_task(self._ping())
+            self._pinging = _Pinging(self)
         return self
 
     @property
     def inference_url(self) -> str:
         return self._endpoint.inference_url or self.url
 
-    async def back(self) -> str:
+    async def back(self) -> Address:
         """Wait until the server answers, with the models of this program if it was asleep."""
         if self.inference_url != self.url:
             return await self._awake(self.inference_url)
-        url = await super().back()
+        there = await super().back()
         if self._endpoint.sleeps:
             async with self._replacing:
                 started_at = (await self.info()).started_at
                 if started_at != self._seen:
                     await self._calls.go_on_at(self._server)
                     self._seen = started_at
-        return url
+        return there
 
-    async def _awake(self, url: str) -> str:
+    async def _awake(self, url: str) -> Address:
         patience = self._server.patience
         server = ServerClient(url, self._token, patience=patience, headers=self._headers)
         try:
             await server.call("GET", "server")
         finally:
             await server.close()
-        return url
+        return server.address
 
     async def close(self) -> None:
         if self._pinging is not None:
-            self._pinging.cancel()
+            await asyncio.to_thread(self._pinging.stop)
         if self._use is not None:
             self._use.end()
         await super().close()
@@ -126,23 +131,32 @@ class AttachedBackend(Backend):
         body = json.dumps({"model": base_model, "prompt": "1", "max_tokens": 1})
         await self._server.call("POST", f"{self.url}/v1/completions", body.encode())
 
-    async def _ping(self) -> None:
-        while True:
-            await self._renew()
-            await asyncio.sleep(PING_SECONDS)
+    async def _renew(self, *, apart: bool = False) -> None:
+        """Renew the lease, say what the server warns of, and note what it has done until now.
 
-    async def _renew(self) -> None:
-        """Renew the lease, say what the server warns of, and note what it has done until now."""
-        server = ServerClient(self.url, self._token, patience=0, headers=self._headers)
+        With `apart` by a way of its own, if the server is on another machine.
+        """
+        url, token = self._server.address
+        endpoint = self._endpoint
+        try:
+            if apart and endpoint.ssh is not None:
+                async with reached(endpoint) as own:
+                    await self._renew_at(own, token)
+            else:
+                await self._renew_at(url, token)
+        except (ArtCloudError, OSError) as error:
+            log.debug("the lease was not renewed: %s", error)  # who calls next is told
+
+    async def _renew_at(self, url: str, token: str) -> None:
+        server = ServerClient(url, token, patience=0, headers=self._headers)
         try:
             info = parse(ServerInfo, await server.call("POST", "lease"))
             for message in info.warnings:
                 say_once(message)
             if self._record is not None:
-                await asyncio.to_thread(Registry().note, self._record, info)
+                with suppress(RegistryError):  # a full disk
+                    Registry().note(self._record, info)
                 await self._renew_credentials(server, self._record, info)
-        except ArtCloudError as error:
-            log.debug("the lease was not renewed: %s", error)  # who calls next is told
         finally:
             await server.close()
 
@@ -171,30 +185,83 @@ class AttachedBackend(Backend):
             if time.monotonic() - self._checked_at < CHECK_SECONDS:
                 return False
             try:
-                endpoint = await self._replace()
+                found = await self._replace()
             finally:
                 self._checked_at = time.monotonic()
-            if endpoint is None:
+            if found is None:
                 return False
-            await self._go_on_at(endpoint)
+            await self._go_on_at(*found)
             self._replaced += 1
             return True
 
-    async def _go_on_at(self, endpoint: Endpoint) -> None:
+    async def _go_on_at(self, endpoint: Endpoint, token: str) -> None:
         headers = endpoint.plain_headers
-        async with reached(endpoint) as url, Backend(url, self._token, headers=headers) as there:
+        async with reached(endpoint) as url, Backend(url, token, headers=headers) as there:
             await self._calls.go_on_at(there._server)
-        await self._take(endpoint)
+        await self._take(endpoint, token)
+        for model in self._models:
+            model.move(f"{self.inference_url}/v1", token)
         say(f"Going on at {self.url}, from the newest step in the store.")
 
-    async def _take(self, endpoint: Endpoint) -> None:
+    async def _take(self, endpoint: Endpoint, token: str) -> None:
         """Have calls go to `endpoint` from now on, through a tunnel if it is elsewhere."""
+        self._endpoint = endpoint
         if endpoint.ssh is None:
-            self._server.url = endpoint.url
+            self._server.move(Address(endpoint.url, token))
             return
         if self.tunnel is None:
             wait = LOGIN_SECONDS if self._replace else None
             self.tunnel = await open_tunnel(endpoint.ssh, port_of(endpoint), wait=wait)
         else:
             self.tunnel.retarget(endpoint.ssh, port_of(endpoint))
-        self._server.url = self.tunnel.url
+        self._server.move(Address(self.tunnel.url, token))
+
+
+class _Pinging:
+    """Renews the lease in a thread of its own, until it is stopped or the script's event loop is
+    closed: a script that blocks its loop, in a reward function that takes long, is a client too."""
+
+    def __init__(self, backend: AttachedBackend) -> None:
+        self._backend = backend
+        self._script = asyncio.get_running_loop()
+        self._own = asyncio.new_event_loop()
+        self._heard_at = time.monotonic()
+        self._task = self._own.create_task(self._ping())
+        self._thread = threading.Thread(target=self._run, name="art-cloud-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        with suppress(RuntimeError):  # it has ended
+            self._own.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(LAST_WORDS_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            with suppress(asyncio.CancelledError, RuntimeError):  # the program is ending
+                self._own.run_until_complete(self._task)
+        finally:
+            self._own.close()
+
+    async def _ping(self) -> None:
+        while True:
+            stuck = await self._is_stuck()
+            if time.monotonic() - self._heard_at < LONGEST_STUCK_SECONDS:
+                await self._backend._renew(apart=stuck)
+            await asyncio.sleep(PING_SECONDS)
+
+    async def _is_stuck(self) -> bool:
+        """Raises `RuntimeError` if there is no loop any more."""
+        heard = asyncio.Event()
+
+        def answer() -> None:
+            with suppress(RuntimeError):  # nobody waits any more
+                self._own.call_soon_threadsafe(heard.set)
+
+        self._script.call_soon_threadsafe(answer)
+        try:
+            async with asyncio.timeout(STUCK_SECONDS):
+                await heard.wait()
+        except TimeoutError:
+            return True
+        self._heard_at = time.monotonic()
+        return False

@@ -18,7 +18,7 @@ from .errors import (
     ConfigError,
     VersionMismatchError,
 )
-from .http import ServerClient, complaint, is_loopback, parse, path_of
+from .http import Address, ServerClient, complaint, is_loopback, parse, path_of
 from .model_checkpoints import ModelCheckpoints
 from .names import whole_path
 from .progress import say
@@ -80,7 +80,6 @@ class Backend:
             url, token, patience=patience, headers=self._headers, transport=transport
         )
         self._calls = Calls(self._server)
-        self._token = token
         self._models: list[TrainableModel[Any]] = []
         self._trackers = Trackers()
         self._steps_without_signal = 0
@@ -123,14 +122,18 @@ class Backend:
             await model.close()
         await self._server.close()
 
-    async def back(self) -> str:
-        """Wait until the server answers, and return its address.
+    @property
+    def _token(self) -> str:
+        return self._server.address.token
+
+    async def back(self) -> Address:
+        """Wait until the server answers, and return its address and its token.
 
         Raises:
             ServerUnavailableError: it did not for `patience` seconds.
         """
         await self._server.call("GET", "server")
-        return self.url
+        return self._server.address
 
     async def info(self) -> ServerInfo:
         """What the server says of itself.

@@ -12,8 +12,9 @@ from .cli_errors import complain
 from .errors import ArtCloudError, ConfigError
 
 if TYPE_CHECKING:
-    from .fleet import ClusterStatus
+    from .fleet import ClusterStatus, Seen
     from .providers import Offer
+    from .registry import ClusterRecord
 
 T = TypeVar("T")
 
@@ -184,7 +185,7 @@ def ssh(
 @clusters.command()
 def down(
     name: Annotated[str | None, typer.Argument()] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every cluster.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every cluster of yours.")] = False,
     forget: Annotated[
         bool, typer.Option("--forget", help="Only strike it off: its machine is gone for good.")
     ] = False,
@@ -200,13 +201,15 @@ def down(
         raise typer.BadParameter("Give the NAME of a cluster, or --all.")
     if forget and name is None:
         raise typer.BadParameter("--forget is of one cluster: give its NAME.")
-    names = [name] if name else [one.name for one in run(fleet.status())]
-    if everything and names and not yes:
-        typer.confirm(f"End {', '.join(names)}?", abort=True, err=True)
+    meant = _recorded(ask=not yes) if name is None else {name: _strangers(name, forget, yes)}
+    names = list(meant)
 
     async def end() -> list[Any]:
-        how = fleet.forget if forget else fleet.down
-        return await asyncio.gather(*map(how, names), return_exceptions=True)
+        work = (
+            fleet.forget(one) if forget else fleet.down(one, seen=seen)
+            for one, seen in meant.items()
+        )
+        return await asyncio.gather(*work, return_exceptions=True)
 
     ended = run(end())
     failures = [failure for failure in map(_expected, ended) if failure]
@@ -227,6 +230,39 @@ def down(
         raise typer.Exit(1)
 
 
+def _recorded(*, ask: bool) -> dict[str, Seen]:
+    """The clusters that were started from here; others are named, and stay."""
+    from . import fleet
+    from .registry import Registry
+
+    async def look() -> tuple[list[ClusterRecord], list[ClusterStatus]]:
+        return Registry().list(), await fleet.status()
+
+    records, found = run(look())
+    for one in found:
+        if not one.recorded:
+            typer.echo(
+                f"{one.name} was not started from here, and stays: {one.provider}, {one.detail}. "
+                f"To end it: art-cloud down {one.name}",
+                err=True,
+            )
+    if records and ask:
+        typer.confirm(f"End {', '.join(one.name for one in records)}?", abort=True, err=True)
+    return {one.name: [one] for one in records}
+
+
+def _strangers(name: str, forget: bool, yes: bool) -> Seen:
+    """What others started under the name, once a person has seen it; none if it is recorded."""
+    from . import fleet
+
+    found = [] if forget else run(fleet.not_recorded(name))
+    said = ", ".join(f"{one.provider}, {one.detail}" for one in found)
+    if found and not yes:
+        question = f"{name} was not started from here ({said}). End it?"
+        typer.confirm(question, abort=True, err=True)
+    return found
+
+
 @clusters.command()
 def sweep(yes: Yes = False, as_json: AsJson = False) -> None:
     """Find all that is ours at every provider, recorded or not, and end what nobody leases."""
@@ -242,15 +278,23 @@ def sweep(yes: Yes = False, as_json: AsJson = False) -> None:
     if ghosts and not yes:
         names = ", ".join(one.name for one in ghosts)
         typer.confirm(f"End {names}?", abort=True, err=True)
-    run(sweeping.end(ghosts))
+    for one in ghosts:
+        typer.echo(f"Ending {one.name} ({one.provider}): {one.what}.", err=True)
+    judged, unended = run(sweeping.end(ghosts))
+    for failure in unended:
+        complain(failure)
+    ended = [one.name for one in judged if one.kept is None]
+    for one in judged:
+        if one.kept is not None:
+            typer.echo(f"{one.name} stays: {one.kept}.", err=True)
     if as_json:
-        kept = [one.name for one in found if one.kept is not None]
-        typer.echo(json.dumps({"ended": [one.name for one in ghosts], "kept": kept}))
-    elif ghosts:
-        typer.echo(f"Ended {', '.join(one.name for one in ghosts)}.")
+        kept = [one.name for one in (*found, *judged) if one.kept is not None]
+        typer.echo(json.dumps({"ended": ended, "kept": kept}))
+    elif ended:
+        typer.echo(f"Ended {', '.join(ended)}.")
     elif not found and not failures:
         typer.echo("Nothing of ours runs anywhere.")
-    if failures:
+    if failures or unended:
         raise typer.Exit(1)
 
 

@@ -30,6 +30,7 @@ from .errors import (
     LaunchError,
     NoMachineError,
     NotFoundError,
+    RegistryError,
 )
 from .http import check_url
 from .money import choose
@@ -37,7 +38,7 @@ from .names import whole_path
 from .phases import phase, phases_of
 from .progress import console, enabled, say
 from .protocol import Durability, EngineName
-from .providers import ClusterSpec, Endpoint, Offer, Provider, get_provider
+from .providers import ClusterSpec, Endpoint, Instance, Offer, Provider, get_provider
 from .registry import ClusterRecord, Registry, Use, default_name, home, in_use, unknown
 from .relaunch import LAUNCH_SECONDS, OnLoss, Relauncher
 
@@ -102,7 +103,7 @@ def up(
             model that is not there, what is no duration, no offer within `max_hourly`, a budget for
             a machine without a price, a cluster of this name with another base model, store, engine
             or limit.
-        ConflictError: A server of this name runs that is not recorded here.
+        ConflictError: A server of this name runs that was not started from here.
         LaunchError: The server did not come up. What was started has been ended.
     """
     get_provider(provider)  # before all else: nothing helps without it
@@ -229,7 +230,10 @@ class Up(_Unopened):
                     f"What it wrote: art-cloud logs {self.name}"
                 ) from error
             raise
-        registry.set_state(record, "running")
+        try:
+            registry.set_state(record, "running")
+        except RegistryError as error:
+            say(f"{self.name} runs, but that can't be noted: {error}")
         return self._backend
 
     async def _clear(
@@ -238,23 +242,27 @@ class Up(_Unopened):
         """Forget a cluster of this name that ended or was never started, and finish one that was
         being ended. `alone_since`: when no other program was at work on the name."""
         record = registry.get(self.name)
-        exists = await self._exists(provider, sure=record is not None)
-        if record is None and exists and registry.get(self.name) is None:
+        there = await self._instances(provider, sure=record is not None)
+        record = registry.get(self.name) if record is None else record
+        exists = record is not None and any(map(record.has, there))
+        same_provider = record is None or record.spec.provider == self._spec.provider
+        if there and not exists and same_provider:
             raise ConflictError(
-                f"A server {self.name} runs already that is not recorded here, so its token is "
-                f"not known. End it (art-cloud down {self.name}) or choose another name."
+                f"A server {self.name} runs already that is not recorded here "
+                f"({there[0].detail}), so its token is not known. Choose another name (name=). If "
+                f"it is yours after all, end it: art-cloud down {self.name}"
             )
-        if record is None or record.spec.provider != self._spec.provider:
+        if record is None or not same_provider:
             return
         if record.state == "ending":
-            await provider.terminate(self.name)
+            await provider.terminate(self.name, only=record.has)
         broke_off = alone_since is not None and record.created_at < alone_since
         gone = not exists and (record.state == "running" or broke_off)
         if record.state == "ending" or gone:
             registry.end(record, seen_to_end=exists)
 
-    async def _exists(self, provider: Provider, *, sure: bool) -> bool:
-        """Whether there is a cluster of this name; `sure`: an error if it can't be told."""
+    async def _instances(self, provider: Provider, *, sure: bool) -> list[Instance]:
+        """What runs under this name; `sure`: an error if it can't be told."""
         try:
             instances = await provider.list()
         except IncompleteListError as error:
@@ -262,7 +270,7 @@ class Up(_Unopened):
             found = any(instance.name == self.name for instance in instances)
             if sure and not found and self.name in error.unsure:
                 raise
-        return any(instance.name == self.name for instance in instances)
+        return [instance for instance in instances if instance.name == self.name]
 
 
 def connect(
@@ -332,7 +340,7 @@ async def _connect_by_name(name: str) -> Backend:
     if record is None:
         raise unknown(name)
     provider = get_provider(record.spec.provider)
-    if all(instance.name != name for instance in await provider.list()):
+    if not any(map(record.has, await provider.list())):
         raise NotFoundError(
             f"Cluster {name} is recorded but does not run any more (art-cloud logs {name} says "
             "why). Start it again with art.up(), or forget it: art-cloud down " + name

@@ -5,6 +5,7 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
 
     ArtCloudError
     ├── ConfigError                  a value that can't be meant: raised before anything is sent
+    │   └── RegistryError            the list of clusters on this machine can't be read or written
     ├── InvalidRequestError          the server refused the request (400)
     │   ├── ContextLengthError       the prompt does not fit into the model's context
     │   ├── RequestTooLargeError     the body is over the server's limit (413)
@@ -54,6 +55,10 @@ class ArtCloudError(Exception):
 class ConfigError(ArtCloudError):
     code = "invalid_config"
     status = 400
+
+
+class RegistryError(ConfigError):
+    code = "registry_unusable"
 
 
 class InvalidRequestError(ArtCloudError):

@@ -16,11 +16,12 @@ from .errors import (
     ConflictError,
     IncompleteListError,
     NotFoundError,
+    RegistryError,
 )
 from .http import ServerClient, is_loopback
 from .money import Receipt
 from .protocol import ServerInfo
-from .providers import Endpoint, Instance, get_provider, provider_names
+from .providers import Endpoint, Instance, Which, get_provider, provider_names
 from .registry import ClusterRecord, Registry, in_use, unknown
 from .ssh_login import require_ssh
 from .tunnel import Tunnel, open_tunnel, port_of, reached
@@ -29,39 +30,82 @@ STATUS_SECONDS = 40.0
 """How long `status` waits for a server's answer; a login on the way there may take most of it."""
 
 
-async def down(name: str) -> Receipt | None:
+Seen = Sequence[ClusterRecord | Instance]
+
+
+async def down(name: str, *, seen: Seen = ()) -> Receipt | None:
     """End the cluster `name`. None for what was not recorded here: its price is not known.
+
+    Args:
+        seen: What a person was shown, and no other that has taken its name since; empty: whatever
+            has the name.
 
     Raises:
         NotFoundError: There is nothing of that name.
+        ConflictError: There is, but not what was seen.
+        RegistryError: It is ended, but that can't be noted.
     """
     record = Registry().get(name)
     if record is not None:
+        if seen and record.key not in [one.key for one in seen if isinstance(one, ClusterRecord)]:
+            raise _another(name)
         return await end(record)
-    instances, _ = await list_instances(provider_names())
-    providers = [instance.provider for instance in instances if instance.name == name]
-    if not providers:
+    strangers = await not_recorded(name)
+    if not strangers:
         raise unknown(name)
-    for provider in providers:
-        await get_provider(provider).terminate(name)
+    known = {one.identity for one in seen if isinstance(one, Instance)}
+    meant = [one for one in strangers if not seen or one.identity in known]
+    if not meant:
+        raise _another(name)
+    for one in meant:
+        await get_provider(one.provider).terminate(name, only=_very(one))
     return None
 
 
+def _another(name: str) -> ConflictError:
+    return ConflictError(f"{name} is another one by now, so it was left. See: art-cloud status")
+
+
+def _very(instance: Instance) -> Which:
+    return lambda one: one.identity == instance.identity
+
+
+async def not_recorded(name: str) -> list[Instance]:
+    """What runs under the name, if no cluster of that name is recorded here."""
+    if Registry().get(name) is not None:
+        return []
+    instances, _ = await list_instances(provider_names())
+    return [instance for instance in instances if instance.name == name]
+
+
 async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
-    """End a recorded cluster, and forget it but for its receipt.
+    """End a recorded cluster, and forget it but for its receipt. What others started under its name
+    stays.
 
     With `ask` its server is asked first what it has done; if it does not answer, the receipt tells
     what it said when it was asked last.
+
+    Raises:
+        RegistryError: It is ended, but that can't be noted.
     """
     registry, provider = Registry(), record.spec.provider
-    registry.set_state(record, "ending")
+    record = registry.current(record) or record
+    with suppress(RegistryError):  # what costs money goes first
+        registry.set_state(record, "ending")
     instances, _ = await list_instances([provider])
-    states = [instance.state for instance in instances if instance.name == record.name]
+    states = [instance.state for instance in instances if record.has(instance)]
     if ask and "running" in states:
         with suppress(ArtCloudError, TimeoutError):
             registry.note(record, await server_info(record))
-    await get_provider(provider).terminate(record.name)
-    return registry.end(record, seen_to_end=bool(states))
+    await get_provider(provider).terminate(record.name, only=record.has)
+    try:
+        return registry.end(record, seen_to_end=bool(states))
+    except RegistryError as error:
+        receipt = registry.receipt(record, seen_to_end=bool(states))
+        raise RegistryError(
+            f"{record.name} is ended, but stays on the list of clusters: {error} Then strike it "
+            f"off: art-cloud down {record.name}. Its receipt: {receipt.summary}"
+        ) from error
 
 
 async def forget(name: str) -> Receipt:
@@ -212,6 +256,8 @@ class ClusterStatus:
     """Of the machine that runs now."""
     launched_at: datetime | None = None
     """Of the cluster: its cost counts from then."""
+    identity: str | None = None
+    """Of what runs."""
     price_per_hour: float = 0.0
     """US dollars."""
     phases: Sequence[tuple[str, float]] = ()
@@ -232,20 +278,38 @@ async def status(name: str | None = None) -> list[ClusterStatus]:
     Raises:
         NotFoundError: There is nothing of that name.
     """
-    records = {record.name: record for record in Registry().list()}
     instances, failures = await list_instances(provider_names())
-    running = {instance.name: instance for instance in instances}
-    names = sorted(records.keys() | running.keys())
+    there = pairs(Registry().list(), instances)
     if name is not None:
-        if name not in names:
+        there = [one for one in there if name_of(*one) == name]
+        if not there:
             raise unknown(name)
-        names = [name]
-    found = (_status(one, records.get(one), running.get(one), failures) for one in names)
-    return list(await asyncio.gather(*found))
+    return list(await asyncio.gather(*(_status(*one, failures) for one in there)))
+
+
+def pairs(
+    records: Sequence[ClusterRecord], instances: Sequence[Instance]
+) -> list[tuple[ClusterRecord | None, Instance | None]]:
+    """Each record with what runs of it, and what runs without a record; by name.
+
+    What others started under the name of a record is not of that record.
+    """
+    found: list[tuple[ClusterRecord | None, Instance | None]] = []
+    for record in records:
+        found += [(record, one) for one in instances if record.has(one)] or [(record, None)]
+    for instance in instances:
+        if not any(record.has(instance) for record in records):
+            found.append((None, instance))
+    return sorted(found, key=lambda pair: (name_of(*pair), pair[0] is None))
+
+
+def name_of(record: ClusterRecord | None, instance: Instance | None) -> str:
+    one = record or instance
+    assert one is not None
+    return one.name
 
 
 async def _status(
-    name: str,
     record: ClusterRecord | None,
     instance: Instance | None,
     failures: dict[str, ArtCloudError],
@@ -254,12 +318,13 @@ async def _status(
         assert record is not None
         return _absent(record, failures)
     found = ClusterStatus(
-        name,
+        instance.name,
         instance.provider,
         instance.state,
         recorded=record is not None,
         detail=instance.detail,
         started_at=instance.started_at,
+        identity=instance.identity,
     )
     if record is None:
         return replace(found, detail=f"{instance.detail}, started by other means: no token known")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -33,6 +33,13 @@ GATEWAY_STATUSES = {502, 503, 504}
 PERMANENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
 """What no second try can cure: the request itself is none."""
 NOT_DELIVERED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class Address(NamedTuple):
+    """Of a server: neither is ever used with that of another one."""
+
+    url: str
+    token: str
 
 
 class _ErrorReply(BaseModel):
@@ -96,22 +103,24 @@ class ServerClient:
         self.patience = patience
         self.recover = recover
         self._client = httpx.AsyncClient(
-            headers={**(headers or {}), "Authorization": f"Bearer {token}", VERSION: __version__},
+            headers={**(headers or {}), VERSION: __version__},
             timeout=TIMEOUT,
             transport=transport,
             trust_env=not is_loopback(url),
         )
-        self.url = url
+        self.move(Address(url, token))
 
     @property
     def url(self) -> str:
-        return self._url
+        return self.address.url
 
-    @url.setter
-    def url(self, url: str) -> None:
-        """The server's address, also another one later: calls under way go on there."""
-        self._url = url.rstrip("/")
-        self._client.base_url = httpx.URL(f"{self._url}/art/v1/")
+    def move(self, to: Address) -> None:
+        """To another server: calls under way go on there."""
+        self.address = Address(to.url.rstrip("/"), to.token)
+        self._client.base_url = httpx.URL(f"{self.address.url}/art/v1/")
+
+    def _authorized(self, token: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token}"}
 
     async def call(
         self,
@@ -136,8 +145,13 @@ class ServerClient:
         headers = {} if call_id is None else {CALL_ID: call_id}
         patience = Patience(f"{method} {self.url}", self.patience)
         while True:
+            token = self.address.token
             try:
-                response = await self._client.request(method, path, content=body, headers=headers)
+                response = await self._client.request(
+                    method, path, content=body, headers=headers | self._authorized(token)
+                )
+                if response.status_code == AuthError.status and token != self.address.token:
+                    continue  # it waited for a server that has another one
                 if (failure := failure_of(response)) is None:
                     return response.content
                 raise failure
@@ -168,12 +182,15 @@ class ServerClient:
         patience = Patience(f"Job {job} at {self.url}", self.patience)
         path, last = f"jobs/{job}/events", 0
         while True:
-            connected_at = time.monotonic()
+            connected_at, token = time.monotonic(), self.address.token
             try:
-                headers = {"Last-Event-ID": str(last)}
+                headers = {"Last-Event-ID": str(last), **self._authorized(token)}
                 async with aconnect_sse(self._client, "GET", path, headers=headers) as source:
                     if source.response.is_error:
                         await source.response.aread()
+                    refused = source.response.status_code == AuthError.status
+                    if refused and token != self.address.token:
+                        continue
                     if (failure := failure_of(source.response)) is not None:
                         raise failure
                     async for message in source.aiter_sse():

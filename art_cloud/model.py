@@ -94,6 +94,12 @@ class Model(BaseModel, Generic[ConfigT]):
             self._headers = headers
             self._client = None
 
+    def move(self, base_url: str, api_key: str) -> None:
+        """Go on at another server, also with the client that was made before."""
+        self.inference_base_url, self.inference_api_key = base_url, api_key
+        if self._client is not None:
+            self._client.base_url, self._client.api_key = base_url, api_key
+
     async def close(self) -> None:
         """Close the OpenAI client; the next call of `openai_client` makes a new one."""
         if self._client is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 
-from .http import GATEWAY_STATUSES
+from .http import GATEWAY_STATUSES, Address
 from .protocol import VERSION
 from .relay import REFUSED
 
@@ -25,8 +25,12 @@ NOT_FOUND = 404
 REPEATS = 5
 """How often one request is sent again: a request that ends its server should not end ten."""
 
-Back = Callable[[], Awaitable[str]]
-"""Waits until the server answers; returns its address. Raises if it does not come back."""
+UNAUTHORIZED = 401
+"""What a server says that replaced another one, of a request that waited for it with the token of
+that one."""
+
+Back = Callable[[], Awaitable[Address]]
+"""Waits until the server answers; returns where, and its token. Raises if it does not come back."""
 
 
 def http_client(
@@ -54,15 +58,17 @@ class Patient(openai.DefaultAsyncHttpxClient):
                 if repeat == REPEATS:
                     raise
             else:
-                forgotten = response.status_code == NOT_FOUND and repeat == 0
+                forgotten = response.status_code in (NOT_FOUND, UNAUTHORIZED) and repeat == 0
                 if repeat == REPEATS or not (_undelivered(response) or forgotten):
                     if options.get("stream"):
                         response.stream = _Stream(response.stream, request)
                     return response
                 await response.aclose()
-            now = _httpx.URL(await self._back())
+            url, token = await self._back()
+            now = _httpx.URL(url)
             request.url = request.url.copy_with(host=now.host, port=now.port)
             request.headers["Host"] = now.netloc.decode()
+            request.headers["Authorization"] = f"Bearer {token}"
         raise AssertionError
 
 

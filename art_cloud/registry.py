@@ -2,6 +2,9 @@
 
 A cluster is written here, with its token, before a provider is asked for anything. So a crash at
 any line leaves a name that `art-cloud status` shows and `art-cloud down` ends.
+
+To read needs nothing that can be written: neither room on the disk nor leave to write there. So
+what runs is shown, and ended, also when the end can't be noted.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ import getpass
 import os
 import re
 import secrets
+import socket
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TextIO
@@ -22,11 +26,11 @@ from typing import Literal, TextIO
 import platformdirs
 from pydantic import SecretStr
 
-from .errors import ConfigError, NotFoundError
+from .errors import NotFoundError, RegistryError
 from .money import Receipt, Usage, make_receipt
 from .names import check_name
 from .protocol import ServerInfo
-from .providers import ClusterSpec
+from .providers import ClusterSpec, Instance
 
 RecordState = Literal["starting", "running", "ending"]
 
@@ -85,6 +89,11 @@ def default_name(provider: str) -> str:
     return check_name(f"art-{user[:40]}-{provider}"[:64], "cluster")
 
 
+def whoami() -> str:
+    """Who starts things here, for others who find them to read."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
 class Use:
     """This process's mark on a cluster: as long as it stands, others see that it is in use.
 
@@ -101,18 +110,34 @@ class Use:
 
 def in_use(name: str) -> bool:
     """Whether somebody else on this machine has a `Use` of the cluster."""
-    with _open_uses(name) as file:
-        try:
+    try:
+        with _uses(name).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     return False
 
 
 def _open_uses(name: str) -> TextIO:
-    path = home() / "clusters" / check_name(name, "cluster") / "uses"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path.open("a")
+    path = _uses(name)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path.open("a")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _uses(name: str) -> Path:
+    return home() / "clusters" / check_name(name, "cluster") / "uses"
+
+
+def _unwritable(error: OSError) -> RegistryError:
+    return RegistryError(
+        f"{error.filename} can't be written: {error.strerror}. Make room there, or set "
+        "ART_CLOUD_HOME to a folder of your own."
+    )
 
 
 @dataclass(frozen=True)
@@ -127,23 +152,21 @@ class ClusterRecord:
         """A name is given to one cluster after another."""
         return self.name, self.created_at.isoformat()
 
+    def has(self, instance: Instance) -> bool:
+        """Whether it was started for this cluster; not what others started under its name."""
+        named = (instance.provider, instance.name) == (self.spec.provider, self.name)
+        return named and instance.owner in (None, self.spec.owner)
+
 
 class Registry:
-    """Safe for several processes at once; only its owner can read it."""
+    """Safe for several processes at once; only its owner can read it.
+
+    Raises, from every call:
+        RegistryError: its file can't be read, or not written.
+    """
 
     def __init__(self) -> None:
         self.path = home() / "clusters.sqlite"
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename} can't be written: {error.strerror}. Set ART_CLOUD_HOME to a "
-                "folder of your own."
-            ) from error
-        with self._transaction() as database:
-            for table in SCHEMA:
-                database.execute(table)
 
     def claim(self, name: str, spec: ClusterSpec) -> tuple[ClusterRecord, bool]:
         """Record the intent to start `name`, with a fresh token.
@@ -174,10 +197,36 @@ class Registry:
         return next((record for record in self.list() if record.name == name), None)
 
     def list(self) -> list[ClusterRecord]:
+        return [_record(row) for row in self._read("SELECT * FROM clusters ORDER BY name")]
+
+    def current(self, record: ClusterRecord) -> ClusterRecord | None:
+        """What is known of the same cluster now; None if it was ended."""
+        now = self.get(record.name)
+        return now if now is not None and now.key == record.key else None
+
+    def renew_token(self, record: ClusterRecord) -> ClusterRecord:
+        """The record with a fresh token, for a server that replaces a lost one; or with that which
+        another program gave it since `record` was read.
+
+        Raises:
+            NotFoundError: the cluster was ended.
+        """
         with self._transaction() as database:
-            return [
-                _record(row) for row in database.execute("SELECT * FROM clusters ORDER BY name")
-            ]
+            found = database.execute(
+                "SELECT * FROM clusters WHERE name = ? AND created_at = ?", record.key
+            ).fetchone()
+            if found is None:
+                raise unknown(record.name)
+            now = _record(found)
+            if now.spec.token != record.spec.token:
+                return now
+            token = secrets.token_urlsafe(32)
+            database.execute(
+                "UPDATE clusters SET token = ? WHERE name = ? AND created_at = ?",
+                [token, *record.key],
+            )
+        spec = now.spec.model_copy(update={"token": SecretStr(token)})
+        return replace(now, spec=spec)
 
     def set_state(self, record: ClusterRecord, state: RecordState) -> None:
         with self._transaction() as database:
@@ -196,10 +245,7 @@ class Registry:
 
         Its end is now if it was `seen_to_end`, else it has come unseen since it was last asked.
         """
-        usage = self.usage(record)
-        receipt = make_receipt(
-            record.name, record.spec, usage, datetime.now(UTC), seen_to_end=seen_to_end
-        )
+        receipt = self.receipt(record, seen_to_end=seen_to_end)
         with self._transaction() as database:
             database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
             database.execute(
@@ -216,13 +262,11 @@ class Registry:
 
     def phases(self, record: ClusterRecord) -> Sequence[tuple[str, float]]:
         """What the launch of `record` went through, with the seconds that each took."""
-        with self._transaction() as database:
-            found = database.execute(
-                "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ?"
-                " ORDER BY rowid",
-                record.key,
-            )
-            return [(row["label"], row["seconds"]) for row in found]
+        found = self._read(
+            "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ? ORDER BY rowid",
+            record.key,
+        )
+        return [(row["label"], row["seconds"]) for row in found]
 
     def note(self, record: ClusterRecord, server: ServerInfo) -> None:
         """Keep what the server of `record` says it has done until now."""
@@ -241,39 +285,93 @@ class Registry:
 
     def usage(self, record: ClusterRecord) -> Usage | None:
         """What all servers of `record` said; None if none was ever asked."""
-        with self._transaction() as database:
-            found = database.execute(
-                "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
-                " FROM servers WHERE name = ? AND created_at = ?",
-                record.key,
-            ).fetchone()
-        if found[0] is None:
+        found = self._read(
+            "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
+            " FROM servers WHERE name = ? AND created_at = ?",
+            record.key,
+        )
+        if not found or found[0][0] is None:
             return None
-        return Usage(datetime.fromisoformat(found[0]), *found[1:])
+        return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
 
     def receipts(self) -> Sequence[Receipt]:
         """Of the clusters that have ended, the oldest first."""
-        with self._transaction() as database:
-            rows = database.execute("SELECT receipt FROM receipts ORDER BY created_at")
-            return [Receipt.model_validate_json(row["receipt"]) for row in rows]
+        rows = self._read("SELECT receipt FROM receipts ORDER BY created_at")
+        return [Receipt.model_validate_json(row["receipt"]) for row in rows]
+
+    def receipt(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
+        """What `end` keeps of `record`."""
+        return make_receipt(
+            record.name,
+            record.spec,
+            self.usage(record),
+            datetime.now(UTC),
+            seen_to_end=seen_to_end,
+        )
+
+    def _read(self, query: str, values: Sequence[str] = ()) -> Sequence[sqlite3.Row]:
+        """The rows; none if nothing was ever written."""
+        try:
+            if not self.path.exists():
+                return []
+            try:
+                return self._rows("mode=ro", query, values)
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):
+                    return []
+                # what a killed program left is mended first; else nothing is there to be written
+                mode = "mode=rw" if self._is_torn() else "mode=ro&immutable=1"
+                return self._rows(mode, query, values)
+        except OSError as error:
+            raise RegistryError(
+                f"{self.path} can't be read: {error.strerror}. Set ART_CLOUD_HOME to a folder of "
+                "your own."
+            ) from error
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _is_torn(self) -> bool:
+        left = [Path(f"{self.path}-{what}") for what in ("journal", "wal")]
+        return any(path.exists() and path.stat().st_size for path in left)
+
+    def _rows(self, mode: str, query: str, values: Sequence[str]) -> Sequence[sqlite3.Row]:
+        with closing(self._connect(mode)) as database:
+            return database.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        database = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
-        database.row_factory = sqlite3.Row
         try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
-            database.execute("BEGIN IMMEDIATE")
-            with database:
-                yield database
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise _unwritable(error) from error
+        try:
+            with closing(self._connect("mode=rw")) as database:
+                database.execute("PRAGMA journal_mode = DELETE")  # who reads has nothing to write
+                database.execute("PRAGMA synchronous = FULL")
+                database.execute("BEGIN IMMEDIATE")
+                with database:
+                    for table in SCHEMA:
+                        database.execute(table)
+                    yield database
         except sqlite3.Error as error:
-            raise ConfigError(
-                f"The list of clusters in {self.path} can't be used: {error}. It tells what "
-                "runs, so look at it before you remove it."
-            ) from error
-        finally:
-            database.close()
+            raise self._unusable(error) from error
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        database = sqlite3.connect(
+            f"{self.path.as_uri()}?{mode}",
+            uri=True,
+            timeout=BUSY_TIMEOUT_SECONDS,
+            isolation_level=None,
+        )
+        database.row_factory = sqlite3.Row
+        return database
+
+    def _unusable(self, error: sqlite3.Error) -> RegistryError:
+        return RegistryError(
+            f"The list of clusters in {self.path} can't be used: {error}. It tells what runs, so "
+            "look at it before you remove it."
+        )
 
 
 def _record(row: sqlite3.Row) -> ClusterRecord:

@@ -47,6 +47,7 @@ class Apps(Sandboxes, Calls):
         """By digest."""
         self.mounts: dict[str, list[api.MountFile]] = {}
         self.layouts: dict[str, api.AppLayout] = {}
+        self.tags: dict[str, dict[str, str]] = {}
         self.created: dict[str, float] = {}
         self.servers: dict[str, Server] = {}
         self.functions: dict[str, Function] = {}
@@ -123,6 +124,7 @@ class Apps(Sandboxes, Calls):
         )
 
     async def AppPublish(self, request: Any) -> Any:
+        self.tags.setdefault(request.app_id, {}).update(request.tags)
         if request.app_state == api.APP_STATE_DEPLOYED:
             self.apps[request.name] = request.app_id
             self.created.setdefault(request.app_id, time.time())
@@ -148,6 +150,9 @@ class Apps(Sandboxes, Calls):
             ],
         )
         return api.AppPublishResponse(url="https://modal.test/app", deployed_at=time.time())
+
+    async def AppGetTags(self, request: Any) -> Any:
+        return api.AppGetTagsResponse(tags=self.tags.get(request.app_id, {}))
 
     async def AppList(self, _: Any) -> Any:
         return api.AppListResponse(

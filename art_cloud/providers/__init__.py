@@ -7,8 +7,9 @@ A provider is a class without constructor arguments, registered under the entry 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -65,6 +66,12 @@ class ClusterSpec(Frozen):
     """The bearer token that the server must ask for."""
     secrets: dict[str, SecretStr] = Field(default={}, exclude=True, repr=False)
     """Environment variables that the server needs beside it: credentials of the store."""
+
+    @property
+    def owner(self) -> str:
+        """What may be shown of the token, and tells its owner's clusters from those of others: the
+        first half of its SHA-256."""
+        return hashlib.sha256(self.token.get_secret_value().encode()).hexdigest()[:32]
 
     @property
     def price_per_hour(self) -> float:
@@ -176,6 +183,14 @@ class Instance(Frozen):
     started_at: datetime
     detail: str
     """What a person would look for: a process id, a machine's address."""
+    identity: str = ""
+    """What another one under the same name, later or elsewhere, has not."""
+    owner: str | None = None
+    """`ClusterSpec.owner` of whoever started it; None: that is not known."""
+
+
+Which = Callable[[Instance], bool]
+"""Whether an instance is meant."""
 
 
 class Provider(Protocol):
@@ -186,7 +201,8 @@ class Provider(Protocol):
         ...
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
-        """Start the machine and its server. Does nothing if the cluster `name` exists."""
+        """Start the machine and its server. Does nothing if the cluster `name` exists;
+        `ConflictError` if it was started with another token."""
         ...
 
     async def endpoint(self, name: str) -> Endpoint:
@@ -197,8 +213,9 @@ class Provider(Protocol):
         """Everything of ours that exists, whether the registry knows it or not."""
         ...
 
-    async def terminate(self, name: str) -> None:
-        """End the server and its machine; returns when `list` no longer shows them."""
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
+        """End the server and its machine; returns when `list` no longer shows them. With `only`
+        nothing is touched but what it says yes to, of all that runs under the name."""
         ...
 
     def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:

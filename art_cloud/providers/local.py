@@ -1,9 +1,11 @@
 """This machine: the server as a process of its own, which outlives the one that started it.
 
 A cluster's folder is `<home>/clusters/<name>`: the server's state, `server.log` (and that of the
-start before, `server.1.log`), `endpoint.json` (written by the server when it listens) and `lock`,
-which the server holds for as long as it lives.
-The folder's path stands in the server's arguments, so `list` finds it by looking at processes only.
+start before, `server.1.log`), `endpoint.json` (written by the server when it listens),
+`session.json` (by whose token it was started) and `lock`, which the server holds for as long as it
+lives. The folder's path stands in the server's arguments, so `list` finds it by looking at
+processes only. What a killed server left is known by a mark in its environment: files only say
+which, so that those of a server that is long gone make no other process ours.
 """
 
 from __future__ import annotations
@@ -21,14 +23,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
+from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
 
 from ..doctor import Check
-from ..errors import ConfigError, LaunchError, NotFoundError, ProviderError
+from ..errors import (
+    ConfigError,
+    ConflictError,
+    LaunchError,
+    NotFoundError,
+    ProviderError,
+)
+from ..processes import MARK, identity_of
 from ..registry import home
-from . import ClusterSpec, Endpoint, Instance, Offer
+from . import ClusterSpec, Endpoint, Instance, Offer, Which
 
 if TYPE_CHECKING:
     import psutil
@@ -48,8 +58,22 @@ _started: dict[str, subprocess.Popen[bytes]] = {}
 
 
 class _EndpointFile(BaseModel):
+    """Where a server listens; `process` is its identity."""
+
     url: str
-    pid: int
+    process: str | None = None
+    mark: str | None = None
+
+
+class _SessionFile(BaseModel):
+    """Who started a server; `process` is its identity."""
+
+    owner: str
+    process: str | None
+    mark: str
+
+
+F = TypeVar("F", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,12 @@ class _Server:
 
     leader: psutil.Process | None
     processes: list[psutil.Process]
+    identity: str
+    mark: str | None
+    """What all that it starts has in its environment."""
+    owner: str | None = None
+    url: str | None = None
+    """None: it does not listen (yet)."""
 
 
 class LocalProvider:
@@ -77,21 +107,27 @@ class LocalProvider:
             ) from None
 
     async def launch(self, spec: ClusterSpec, name: str) -> None:
-        """Start the server; `ConfigError` if the `server` extra is not installed."""
+        """Start the server.
+
+        Raises:
+            ConfigError: the `server` extra is not installed.
+            ConflictError: one of that name runs that was started with another token.
+        """
         _require(*PACKAGES)
         folder = _folder(name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
             give_up = time.monotonic() + LOCK_SECONDS
             while not _try_lock(lock):
-                if name in await asyncio.to_thread(_scan):
-                    return
+                if there := (await asyncio.to_thread(_scan)).get(name):
+                    return _check_owner(there, spec, name)
                 if time.monotonic() > give_up:
                     raise ProviderError(f"{folder}/lock is held, but not by a server of {name}.")
                 await asyncio.sleep(POLL_SECONDS)
-            if name in await asyncio.to_thread(_scan):
-                return
-            (folder / "endpoint.json").unlink(missing_ok=True)
+            if there := (await asyncio.to_thread(_scan)).get(name):
+                return _check_owner(there, spec, name)
+            for stale in ("endpoint.json", "session.json"):
+                (folder / stale).unlink(missing_ok=True)
             self._start(spec, name, folder, lock.fileno())
 
     def _start(self, spec: ClusterSpec, name: str, folder: Path, lock: int) -> None:
@@ -100,10 +136,11 @@ class LocalProvider:
         with suppress(FileNotFoundError):
             (folder / "server.log").replace(folder / "server.1.log")
         log = os.open(folder / "server.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        mark = uuid4().hex
         try:
             process = subprocess.Popen(
                 command,
-                env=os.environ | spec.server_environment(),
+                env=os.environ | {MARK: mark} | spec.server_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -115,13 +152,14 @@ class LocalProvider:
         finally:
             os.close(log)
         _started[name] = process
+        session = _SessionFile(owner=spec.owner, process=identity_of(process.pid), mark=mark)
+        _write(folder / "session.json", session.model_dump_json())
 
     async def endpoint(self, name: str) -> Endpoint:
         while True:
             server = (await asyncio.to_thread(_scan)).get(name)
-            found = _read_endpoint(name)
-            if server and server.leader and found and found.pid == server.leader.pid:
-                return Endpoint(url=found.url)
+            if server and server.url:
+                return Endpoint(url=server.url)
             if not (server and server.leader) and not _is_locked(name):
                 raise _ended(name)
             await asyncio.sleep(POLL_SECONDS)
@@ -137,10 +175,10 @@ class LocalProvider:
             _instance(name, server) for name, server in (await asyncio.to_thread(_scan)).items()
         ]
 
-    async def terminate(self, name: str) -> None:
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
         """SIGTERM to the server; SIGKILL to whatever of it is left after `ENDING_SECONDS`."""
         _require("psutil")
-        await asyncio.to_thread(_terminate, name)
+        await asyncio.to_thread(_terminate, name, only)
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
         path = _folder(name) / "server.log"
@@ -178,8 +216,8 @@ def _require(*modules: str) -> None:
 def _scan() -> dict[str, _Server]:
     """Everything of ours that runs here, by cluster name.
 
-    A server is known by its arguments. What else runs in the session that it leads belongs to it,
-    also when the server itself has gone: its id is not given away while its session has members.
+    A server is known by its arguments. What else runs in the session that it leads belongs to it.
+    Where the server itself has gone, what has its mark is left of it.
     """
     import psutil
 
@@ -193,16 +231,48 @@ def _scan() -> dict[str, _Server]:
             if name and (name not in leaders or session == process.pid):
                 leaders[name] = process
     servers = {
-        name: _Server(leader, [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)])
+        name: _of_leader(name, leader, sessions.get(leader.pid, []))
         for name, leader in leaders.items()
     }
-    for path in (home() / "clusters").glob("*/endpoint.json"):
-        name = path.parent.name
-        found = None if name in servers else _read_endpoint(name)
-        left = sessions.get(found.pid, []) if found else []
-        if found and left and all(process.pid != found.pid for process in left):
-            servers[name] = _Server(None, left)
+    everything = [process for members in sessions.values() for process in members]
+    folders = {path.parent.name for path in (home() / "clusters").glob("*/*.json")}
+    for name in folders - servers.keys():
+        by, at = _read_session(name), _read_endpoint(name)
+        mark = by.mark if by else at.mark if at else None
+        if mark and (left := _marked(everything, mark)):
+            servers[name] = _Server(None, left, mark, mark, by.owner if by else None)
     return servers
+
+
+def _of_leader(name: str, leader: psutil.Process, members: list[psutil.Process]) -> _Server:
+    """What the files of a cluster say counts only if they are of this very process."""
+    processes = [leader, *(process for process in members if process != leader)]
+    identity = identity_of(leader.pid) or ""
+    session, endpoint = _read_session(name), _read_endpoint(name)
+    if session and session.process != identity:
+        session = None
+    if endpoint and endpoint.process != identity:
+        endpoint = None
+    return _Server(
+        leader,
+        processes,
+        identity,
+        mark=session.mark if session else endpoint.mark if endpoint else None,
+        owner=session.owner if session else None,
+        url=endpoint.url if endpoint else None,
+    )
+
+
+def _marked(processes: list[psutil.Process], mark: str) -> list[psutil.Process]:
+    """Those that were started with this mark in their environment, and still run."""
+    import psutil
+
+    found = []
+    for process in processes:
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _cluster_of(command: list[str]) -> str | None:
@@ -215,40 +285,63 @@ def _cluster_of(command: list[str]) -> str | None:
 
 
 def _read_endpoint(name: str) -> _EndpointFile | None:
+    return _read(name, "endpoint.json", _EndpointFile)
+
+
+def _read_session(name: str) -> _SessionFile | None:
+    return _read(name, "session.json", _SessionFile)
+
+
+def _read(name: str, file: str, kind: type[F]) -> F | None:
     try:
-        text = (_folder(name) / "endpoint.json").read_text()
+        text = (_folder(name) / file).read_text()
     except FileNotFoundError:
         return None
     try:
-        return _EndpointFile.model_validate_json(text)
+        return kind.model_validate_json(text)
     except ValidationError as error:
-        raise ProviderError(f"endpoint.json of {name} is not what a server writes.") from error
+        raise ProviderError(f"{file} of {name} is not what a server writes.") from error
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.chmod(0o600)
+    partial.replace(path)
+
+
+def _check_owner(server: _Server, spec: ClusterSpec, name: str) -> None:
+    if server.owner not in (None, spec.owner):
+        raise ConflictError(
+            f"A server {name} runs here that was started with another token. Give yours another "
+            f"name (name=), or end that one: art-cloud down {name}"
+        )
 
 
 def _instance(name: str, server: _Server) -> Instance:
-    found = _read_endpoint(name)
     process = server.leader or server.processes[0]
-    listens = server.leader is not None and found is not None and found.pid == server.leader.pid
     return Instance(
         name=name,
         provider="local",
-        state="running" if listens else "starting" if server.leader else "ending",
+        state="running" if server.url else "starting" if server.leader else "ending",
         started_at=datetime.fromtimestamp(process.create_time(), UTC),
         detail=f"pid {process.pid}",
+        identity=server.identity,
+        owner=server.owner,
     )
 
 
-def _terminate(name: str) -> None:
+def _terminate(name: str, only: Which | None) -> None:
     import psutil
 
     first = _wait_for_server(name)
-    if first is None:
+    if first is None or (only and not only(_instance(name, first))):
         return
     now = time.monotonic()
     kill_at, give_up = now + ENDING_SECONDS, now + ENDING_SECONDS + KILL_SECONDS
     try:
         _signal([first.leader] if first.leader else first.processes, signal.SIGTERM)
-        while left := _left(name, first.processes):
+        while left := _left(first):
             now = time.monotonic()
             if now > give_up:
                 pids = ", ".join(str(process.pid) for process in left)
@@ -274,13 +367,12 @@ def _wait_for_server(name: str) -> _Server | None:
     return server
 
 
-def _left(name: str, known: list[psutil.Process]) -> list[psutil.Process]:
-    """What still runs of the server `name` and of its processes that were `known` before."""
+def _left(server: _Server) -> list[psutil.Process]:
+    """What still runs of a server, and of what it has started since."""
     import psutil
 
-    server = _scan().get(name)
-    left = server.processes if server else []
-    for process in known:
+    left = _marked(list(psutil.process_iter()), server.mark) if server.mark else []
+    for process in server.processes:
         with suppress(psutil.NoSuchProcess):
             runs = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
             if runs and process not in left:
@@ -310,7 +402,7 @@ def _is_locked(name: str) -> bool:
     A process that has just been started does not show its arguments yet: `_scan` misses it.
     """
     try:
-        with (_folder(name) / "lock").open("a") as file:
+        with (_folder(name) / "lock").open() as file:
             return not _try_lock(file)
     except FileNotFoundError:
         return False

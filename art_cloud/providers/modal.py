@@ -1,9 +1,10 @@
 """Modal: the server as a named sandbox, which ends when the server does.
 
-A sandbox lives in the Modal app "art-cloud" under the cluster's name and with its tag, so it is
-found from any machine of the same workspace. It is reached over Modal's TLS tunnel; the server asks
-for the cluster's token on every route. (Modal's connect tokens would take the Authorization header,
-where OpenAI clients send their key.)
+A sandbox lives in the Modal app "art-cloud" under the cluster's name and with its tags, so it is
+found from any machine of the same workspace. A name is one for the whole workspace, so the tags
+also say by whose token it was started, and from where. It is reached over Modal's TLS tunnel; the
+server asks for the cluster's token on every route. (Modal's connect tokens would take the
+Authorization header, where OpenAI clients send their key.)
 
 Source of what Modal does: https://modal.com/docs/guide/sandboxes and .../sandbox-networking.
 """
@@ -16,19 +17,30 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import requires
-from typing import Any
+from typing import Any, Literal
 
 import modal
 from modal.exception import AlreadyExistsError, ExecutionError
 from modal.exception import Error as ModalError
 from modal.exception import NotFoundError as ModalNotFoundError
+from modal.exception import TimeoutError as ModalTimeoutError
 
 from ..doctor import Check
 from ..errors import ConfigError, LaunchError, NotFoundError
 from ..wheel import source
-from . import ClusterSpec, Endpoint, Instance, Offer
+from . import ClusterSpec, Endpoint, Instance, Offer, Which
 from . import modal_serverless as serverless
-from .modal_options import EXTRAS, PYTHON, Options, errors, options_of
+from .modal_options import (
+    BY,
+    EXTRAS,
+    OWNER,
+    PYTHON,
+    Options,
+    errors,
+    options_of,
+    owner_tags,
+    taken,
+)
 
 APP = "art-cloud"
 TAG = "art-cloud-cluster"
@@ -41,6 +53,8 @@ CACHE = "/cache"
 LONGEST_SECONDS = 24 * 3600
 """A sandbox ends then at the latest; the next one goes on from the store."""
 READY_SECONDS = 1200
+LOOK_SECONDS = 10
+"""How long Modal may take to say whether a server listens: it says so of one that does at once."""
 ENDING_SECONDS = 70.0
 """How long a server may take to finish or abandon its step before its sandbox is ended."""
 STOP = f"import json,os; os.kill(json.load(open('{STATE}/endpoint.json'))['pid'], 15)"
@@ -65,8 +79,8 @@ class ModalProvider:
         options = options_of(spec)
         if options.serverless:
             return await serverless.launch(spec, options, name)
-        if await _find(name) is not None:
-            return
+        if (there := await _find(name)) is not None:
+            return await _check_owner(there, spec, name)
         with errors(f"start {name}"):
             app = await modal.App.lookup.aio(APP, create_if_missing=True)
             cache = modal.Volume.from_name(f"{APP}-cache", create_if_missing=True)
@@ -77,7 +91,7 @@ class ModalProvider:
                     *("--state", STATE, *spec.server_arguments(name)),
                     app=app,
                     name=name,
-                    tags={TAG: name, CREATED: datetime.now(UTC).isoformat()},
+                    tags={TAG: name, CREATED: datetime.now(UTC).isoformat(), **owner_tags(spec)},
                     image=await _image(options),
                     secrets=[modal.Secret.from_dict(dict(environment))],
                     volumes={CACHE: cache},
@@ -90,7 +104,8 @@ class ModalProvider:
                     readiness_probe=modal.Probe.with_exec("test", "-f", f"{STATE}/endpoint.json"),
                 )
             except AlreadyExistsError:
-                return
+                if (there := await _find(name)) is not None:
+                    await _check_owner(there, spec, name)
 
     async def endpoint(self, name: str) -> Endpoint:
         if (endpoint := await serverless.endpoint(name)) is not None:
@@ -112,24 +127,25 @@ class ModalProvider:
                 ended.cancel()
 
     async def list(self) -> list[Instance]:
-        return [
-            Instance(
-                name=tags[TAG],
-                provider="modal",
-                state="running",
-                started_at=datetime.fromisoformat(tags[CREATED]),
-                detail=sandbox.object_id,
-            )
-            async for sandbox, tags in _sandboxes()
-        ] + await serverless.instances()
+        async def looked_at(sandbox: modal.Sandbox, tags: dict[str, str]) -> Instance:
+            ready = await _is_ready(sandbox)
+            return _instance(sandbox, tags, "running" if ready else "starting")
 
-    async def terminate(self, name: str) -> None:
+        there = [looked_at(sandbox, tags) async for sandbox, tags in _sandboxes()]
+        with errors("look at the sandboxes"):
+            sandboxes = await asyncio.gather(*there)
+        return [*sandboxes, *await serverless.instances()]
+
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
+        def meant(sandbox: modal.Sandbox, tags: dict[str, str]) -> bool:
+            return only is None or only(_instance(sandbox, tags, "running"))
+
         with errors(f"end {name}"):
             async for sandbox, tags in _sandboxes():
-                if tags[TAG] == name:
+                if tags[TAG] == name and meant(sandbox, tags):
                     await _stop(sandbox)
-            await serverless.terminate(name)
-            while await _find(name) is not None:
+            await serverless.terminate(name, only)
+            while (left := await _find(name)) and meant(left, await left.get_tags.aio()):
                 await asyncio.sleep(POLL_SECONDS)
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
@@ -148,6 +164,40 @@ class ModalProvider:
             else:
                 for line in await _tail(sandbox, 10_000):
                     yield line
+
+
+def _instance(
+    sandbox: modal.Sandbox, tags: dict[str, str], state: Literal["starting", "running"]
+) -> Instance:
+    by = f", by {tags[BY]}" if BY in tags else ""
+    return Instance(
+        name=tags[TAG],
+        provider="modal",
+        state=state,
+        started_at=datetime.fromisoformat(tags[CREATED]),
+        detail=f"{sandbox.object_id}{by}",
+        identity=sandbox.object_id,
+        owner=tags.get(OWNER),
+    )
+
+
+async def _is_ready(sandbox: modal.Sandbox) -> bool:
+    """Whether its server listens, as its readiness probe says."""
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            await sandbox.wait_until_ready.aio(timeout=1)
+    except (TimeoutError, ModalTimeoutError):
+        return False
+    except ModalError:  # it has no probe, or has ended: whoever asks it will see
+        return True
+    return True
+
+
+async def _check_owner(sandbox: modal.Sandbox, spec: ClusterSpec, name: str) -> None:
+    with errors(f"look at {name}"):
+        tags = await sandbox.get_tags.aio()
+    if tags.get(OWNER) != spec.owner:
+        raise taken(name, tags.get(BY))
 
 
 def _check_client() -> Check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -18,12 +19,17 @@ from modal.exception import NotFoundError as ModalNotFoundError
 from pydantic import Field, ValidationError
 
 from ..config import Frozen
-from ..errors import ConfigError, LaunchError, ProviderError
+from ..errors import ConfigError, ConflictError, LaunchError, ProviderError
 from ..http import complaint
+from ..registry import whoami
 from . import ClusterSpec
 
 PYTHON, EXTRAS = "3.12", "server,vllm"
 """Of an image that Modal builds."""
+LONGEST_TAG = 63
+"""Letters, digits, dashes, periods and underscores (modal/_utils/name_utils.py)."""
+OWNER, BY = "art-cloud-owner", "art-cloud-by"
+"""Tags: by whose token something was started (half its SHA-256), and from where."""
 
 PRICES = {
     "T4": 0.59,
@@ -85,6 +91,19 @@ def options_of(spec: ClusterSpec) -> Options:
     if (options.replicas or options.snapshot) and not options.serverless:
         raise ConfigError('up("modal", ...): replicas= and snapshot= are for serverless=True.')
     return options
+
+
+def owner_tags(spec: ClusterSpec) -> dict[str, str]:
+    by = re.sub(r"[^A-Za-z0-9._-]+", "-", whoami().replace("@", "-at-"))
+    return {OWNER: spec.owner, BY: by[:LONGEST_TAG]}
+
+
+def taken(name: str, by: str | None) -> ConflictError:
+    """A name is one for the whole workspace, and somebody has it."""
+    return ConflictError(
+        f"{name} runs in this workspace of Modal already. It was started from elsewhere, by "
+        f"{by or 'somebody'}, so its token is not known here. Give yours another name (name=)."
+    )
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator
 
 import modal
 from modal.exception import NotFoundError as ModalNotFoundError
-from modal.experimental import get_app_lifecycle, list_deployed_apps
+from modal.experimental import AppInfo, get_app_lifecycle, list_deployed_apps
 from pydantic import SecretStr
 
 from ..errors import ConfigError, LaunchError
 from ..wheel import LAUNCH, source
-from . import ClusterSpec, Endpoint, Instance
-from .modal_options import EXTRAS, PYTHON, Options, errors
+from . import ClusterSpec, Endpoint, Instance, Which
+from .modal_options import BY, EXTRAS, OWNER, PYTHON, Options, errors, owner_tags, taken
 
 PREFIX = "art-serverless-"
 LONGEST_NAME = 63 - len(PREFIX)
@@ -60,23 +60,47 @@ def proxy_headers() -> dict[str, SecretStr]:
 
 
 async def launch(spec: ClusterSpec, options: Options, name: str) -> None:
-    """Deploy the app, unless it is there: then only its secrets are renewed."""
+    """Deploy the app, unless it is there: then only its secrets are renewed.
+
+    Raises:
+        ConflictError: there is one of that name that was deployed with another token.
+    """
     if len(name) > LONGEST_NAME:
         raise ConfigError(
             f"{name}: a serverless cluster's name has at most {LONGEST_NAME} letters."
         )
+    there = await _find(name)
+    await _check_owner(there, spec, name)
     with errors(f"deploy {name}"):
         secrets = dict(spec.server_environment())
         await modal.Secret.objects.create.aio(PREFIX + name, secrets, allow_existing=True)
         await modal.Secret.from_name(PREFIX + name).update.aio(secrets)
-        if await exists(name):
-            return
-    await _deploy(await _deployment(spec, options, name), name)
+    if there is None:
+        await _deploy(await _deployment(spec, options, name), name)
+        await _check_owner(await _find(name), spec, name)  # another may have deployed it meanwhile
 
 
 async def exists(name: str) -> bool:
+    return await _find(name) is not None
+
+
+async def _find(name: str) -> AppInfo | None:
     with errors("list the deployed apps"):
-        return any(app.name == PREFIX + name for app in await list_deployed_apps.aio())
+        found = [app for app in await list_deployed_apps.aio() if app.name == PREFIX + name]
+    return found[0] if found else None
+
+
+async def _tags(app: AppInfo) -> dict[str, str]:
+    return await (await modal.App.lookup.aio(app.name)).get_tags.aio()
+
+
+async def _check_owner(app: AppInfo | None, spec: ClusterSpec, name: str) -> None:
+    if app is None:
+        return
+    with errors(f"look at {name}"):
+        tags = await _tags(app)
+    if tags.get(OWNER) != spec.owner:
+        raise taken(name, tags.get(BY))
 
 
 async def endpoint(name: str) -> Endpoint | None:
@@ -99,16 +123,22 @@ async def _url(name: str, server: str) -> str | None:
 async def instances() -> list[Instance]:
     with errors("list the deployed apps"):
         return [
-            Instance(
-                name=app.name.removeprefix(PREFIX),
-                provider="modal",
-                state="running" if app.containers and await _trains(app.name) else "asleep",
-                started_at=(await get_app_lifecycle.aio(app.app_id)).created_at,
-                detail=f"{app.app_id}, containers: {app.containers}",
-            )
+            await _instance(app)
             for app in await list_deployed_apps.aio()
             if app.name.startswith(PREFIX)
         ]
+
+
+async def _instance(app: AppInfo) -> Instance:
+    return Instance(
+        name=app.name.removeprefix(PREFIX),
+        provider="modal",
+        state="running" if app.containers and await _trains(app.name) else "asleep",
+        started_at=(await get_app_lifecycle.aio(app.app_id)).created_at,
+        detail=f"{app.app_id}, containers: {app.containers}",
+        identity=app.app_id,
+        owner=(await _tags(app)).get(OWNER),
+    )
 
 
 async def _trains(app: str) -> bool:
@@ -120,12 +150,15 @@ async def _trains(app: str) -> bool:
     return bool(await server._experimental_list_containers.aio())
 
 
-async def terminate(name: str) -> None:
+async def terminate(name: str, only: Which | None = None) -> None:
     with errors(f"end {name}"):
-        if await exists(name):
+        there = await _find(name)
+        if there is not None:
+            if only is not None and not only(await _instance(there)):
+                return
             await (await modal.App.lookup.aio(PREFIX + name)).stop.aio()
         await modal.Secret.objects.delete.aio(PREFIX + name, allow_missing=True)
-        while await exists(name):
+        while there and (left := await _find(name)) and left.app_id == there.app_id:
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -147,6 +180,7 @@ async def _deployment(spec: ClusterSpec, options: Options, name: str) -> dict[st
     there = f"/wheels/{this.wheel.name}" if this.wheel else None
     return {
         "name": name,
+        "tags": owner_tags(spec),
         "gpu": options.gpu,
         "flags": spec.server_arguments(name),
         "image": options.image,

@@ -30,7 +30,7 @@ from ..registry import home
 from ..skypilot_bridge import Answers, answers, call, lines
 from ..ssh_links import forget_login, log_in_early
 from ..wheel import LAUNCH, extras, lock, source
-from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
+from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute, Which
 
 ENDPOINT = "endpoint.json"
 """Of the cluster's folder: where its server was found last."""
@@ -106,15 +106,17 @@ class SkyPilotProvider:
 
         Raises:
             NoMachineError: none could be had; the message says what was tried.
+            ConflictError: there is one of that name that somebody else started.
         """
         options = _options(spec)
         task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
         async with _one_at_a_time(name) as folder:
             _forget(folder, ENDPOINT)
-            on_log = say if enabled() else None
+            on_log, fresh = (say if enabled() else None), True
             try:
                 ssh = await call("launch", name=name, task=task, on_log=on_log)
                 if ssh is not None:
+                    fresh = ssh.pop("fresh")
                     _forget(folder, KNOWN_HOSTS, LOG)
                     route = _route(folder, **ssh)
                     following = answers("follow", name=name)
@@ -122,7 +124,8 @@ class SkyPilotProvider:
                         self._following[name] = following
                         log_in_early(route)
             except ProviderError:
-                await self.terminate(name)
+                if fresh:
+                    await self.terminate(name)
                 raise
 
     async def endpoint(self, name: str) -> Endpoint:
@@ -151,25 +154,25 @@ class SkyPilotProvider:
 
         Their clouds are asked, each time: what SkyPilot remembers may be gone.
         """
-        return [
-            Instance(
-                provider="skypilot",
-                started_at=datetime.fromtimestamp(one.pop("started_at"), UTC),
-                **one,
-            )
-            for one in await call("list")
-        ]
+        return [_instance(one) for one in await call("list")]
 
-    async def terminate(self, name: str) -> None:
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
         """Cancel its launch, if that goes on, and have SkyPilot take the machine down, with the
         server, which ends in good order first where that can be had."""
-        folder = _folder(name)
-        await _end_server(folder, name)
-        _forget(folder, ENDPOINT, KNOWN_HOSTS)
+        identity: str | None = None
+        if only is not None:
+            there = [_instance(one) for one in await call("list", name=name)]
+            if there and not only(there[0]):
+                return
+            identity = there[0].identity if there else None
+        await _end_server(home() / "clusters" / name, name)
         log: list[str] = []
-        async for line in lines("terminate", name=name):
+        async for line in lines("terminate", name=name, only=identity):
             log.append(line)
-            (folder / LOG).write_text("\n".join(log))
+            with suppress(OSError):  # a full disk keeps no machine
+                (_folder(name) / LOG).write_text("\n".join(log))
+        with suppress(OSError):
+            _forget(_folder(name), ENDPOINT, KNOWN_HOSTS)
 
     async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
         """What the server wrote. Its machine has it, and `terminate` leaves it here."""
@@ -225,6 +228,7 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     """The part of the task that says which server is installed and run."""
     envs = {
         "ART_CLOUD_NAME": name,
+        "ART_CLOUD_OWNER": spec.owner,
         "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
         "ART_CLOUD_SECONDS": f"{spec.cap_seconds:.0f}" if math.isfinite(spec.cap_seconds) else "0",
         "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
@@ -316,6 +320,11 @@ async def _say(route: SSHRoute, process: Process, said: str) -> None:
     if process.returncode:
         why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
         raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
+
+
+def _instance(found: dict[str, Any]) -> Instance:
+    started_at = datetime.fromtimestamp(found["started_at"], UTC)
+    return Instance.model_validate({**found, "provider": "skypilot", "started_at": started_at})
 
 
 def _last_words(name: str, log: Sequence[str]) -> str:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from .._version import __version__
@@ -30,11 +29,11 @@ from ..errors import (
     ProviderError,
 )
 from ..progress import say
-from ..registry import Registry, home
+from ..registry import Registry, home, whoami
 from ..ssh_hosts import Options, options_of, routes_of
 from ..ssh_login import Login, login, require_ssh
 from ..wheel import extras, lock, source
-from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute
+from . import ClusterSpec, Endpoint, Instance, Offer, SSHRoute, Which
 
 INSTALL_SECONDS = 1500.0
 STOP_SECONDS = 90.0
@@ -104,14 +103,14 @@ class SSHProvider:
             raise IncompleteListError(" ".join(failures.values()), instances, _unsure(failures))
         return instances
 
-    async def terminate(self, name: str) -> None:
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
         """SIGTERM to the server, and SIGKILL to whatever of it is left after a minute.
 
         A host that does not answer is an error only if no other had the server.
         """
         found, failures = await _ask_all(_routes_of(name))
-        having = [one.route for one in found if one.has(name)]
-        await asyncio.gather(*(_stop(route, name) for route in having))
+        having = [one.route for one in found if one.instances(name, only)]
+        await asyncio.gather(*(_stop(route, name, only) for route in having))
         if failures and not having:
             raise ProviderError(
                 f"{' '.join(failures.values())} What may run of {name} there ends by itself when "
@@ -140,6 +139,11 @@ class _Answer(Frozen):
 
     def has(self, name: str) -> bool:
         return any(server["name"] == name for server in self.servers)
+
+    def instances(self, name: str, only: Which | None) -> list[Instance]:
+        """What it has of that name, if it is meant."""
+        there = [_instance(self.route, one) for one in self.servers if one["name"] == name]
+        return [one for one in there if only is None or only(one)]
 
 
 def _known_routes() -> list[SSHRoute]:
@@ -217,7 +221,8 @@ async def _launch(
         _refuse_unfit(host, has, options)
         say(f"{host}: {describe(has)}")
         python = options.python or await _install(there, spec, has)
-        arguments = [*(["--if-free"] if alone else []), name, python, *spec.server_arguments(name)]
+        arguments = [*(["--if-free"] if alone else []), "--by", whoami()]
+        arguments += [name, python, *spec.server_arguments(name)]
         secrets = json.dumps(spec.server_environment())
         try:
             state = await there.run("servers.py", "start", *arguments, stdin=secrets)
@@ -225,10 +230,11 @@ async def _launch(
             raise LaunchError(str(error)) from error
     if state["state"] == "busy":
         raise ProviderError(f"{host} has a server already: {', '.join(state['with'])}.")
-    if state["owner"] != hashlib.sha256(spec.token.get_secret_value().encode()).hexdigest():
+    if state["owner"] != spec.owner:
         raise ConflictError(
-            f"A server {name} runs on {host} that was started from elsewhere, so its token is not "
-            f"known here. Choose another name, or end it: art-cloud down {name}"
+            f"A server {name} runs on {host} that was started from elsewhere, by "
+            f"{state.get('by') or 'somebody'}, so its token is not known here. Give yours another "
+            "name (name=)."
         )
 
 
@@ -294,14 +300,26 @@ def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
         name=server["name"],
         provider="ssh",
         state=server["state"],
-        started_at=datetime.fromtimestamp(server["started_at"], UTC),
+        started_at=datetime.now(UTC) - timedelta(seconds=server["age"]),  # by the clock here
         detail=f"{route.host}, pid {server['pid']}",
+        identity=server["identity"],
+        owner=server["owner"],
     )
 
 
-async def _stop(route: SSHRoute, name: str) -> None:
+async def _stop(route: SSHRoute, name: str, only: Which | None) -> None:
+    """What is meant is ended by its identity, until there is nothing more that is."""
     async with login(route) as there:
-        await there.run("servers.py", "stop", name, silence=STOP_SECONDS)
+        if only is None:
+            await there.run("servers.py", "stop", name, silence=STOP_SECONDS)
+            return
+        while True:
+            answer = {"route": route, **await there.run("servers.py", "list")}
+            meant = _Answer.model_validate(answer).instances(name, only)
+            if not meant:
+                return
+            arguments = ["stop", name, "--only", meant[0].identity]
+            await there.run("servers.py", *arguments, silence=STOP_SECONDS)
 
 
 async def _check_host(route: SSHRoute) -> Check:

@@ -28,6 +28,8 @@ class Deployment:
     """What the variable `ART_CLOUD_DEPLOY` says, as JSON, here and in the container."""
 
     name: str = "mine"
+    tags: dict[str, str] = field(default_factory=dict)
+    """Of the app: by whose token it was deployed (half its SHA-256), and from where."""
     gpu: str = "H100"
     flags: list[str] = field(default_factory=list)
     """Of `art-server`."""
@@ -58,7 +60,7 @@ class Deployment:
 
 here = Deployment(**json.loads(os.environ.get(VARIABLE, "{}")))
 full_name = f"art-serverless-{here.name}"
-app = modal.App(full_name)
+app = modal.App(full_name, tags=here.tags)
 
 
 def image() -> modal.Image:

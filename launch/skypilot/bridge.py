@@ -56,6 +56,8 @@ WARNING = re.compile(r"W [-\d]+ [:.\d]+ PID=\d+ \S+\] ")
 JOB = re.compile(r"^\((setup|art-server|head)\b[^)]*\) ")
 LOG_LINES = 15
 SERVER = Path(__file__).parent / "server.yaml"
+OWNER = "ART_CLOUD_OWNER"
+"""A variable of a task: by whose token it was launched (half its SHA-256)."""
 OURS = ("name", "run", "secrets")
 """What of a task is not the user's to say."""
 
@@ -158,13 +160,16 @@ def offer_of(
     }
 
 
-def launch(name: str, task: dict[str, Any]) -> dict[str, str] | None:
+def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
     """Returns once the machine is there, and its set-up and its server are on their way; a machine
-    that is there is left. The result is how to log in; None if the server listens already."""
-    pending = launching(name)
+    that is there is left. The result is how to log in, and whether the machine is a `fresh` one;
+    None if the server listens already."""
+    refuse_others(name)
+    fresh, pending = False, launching(name)
     if pending:
         sdk.stream_and_get(pending[0], output_stream=Lines())
     if not has_server(name):
+        fresh = True
         request = sdk.launch(make_task(task), cluster_name=PREFIX + name)
         said = Lines()
         try:
@@ -172,9 +177,39 @@ def launch(name: str, task: dict[str, Any]) -> dict[str, str] | None:
         except exceptions.ResourcesUnavailableError as error:
             tried = "\n".join([str(error), *said.warnings])
             raise exceptions.ResourcesUnavailableError(tried) from error
-    elif any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
-        return None
-    return ssh_of(name)
+    else:
+        refuse_another_owner(name, task["envs"].get(OWNER))
+        if any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
+            return None
+    return {**ssh_of(name), "fresh": fresh}
+
+
+def refuse_others(name: str) -> None:
+    """Where many users share an API server, a name belongs to one of them."""
+    mine = {record["name"] for record in sdk.get(sdk.status([PREFIX + name]))}
+    for record in sdk.get(sdk.status([PREFIX + name], all_users=True)):
+        if record["name"] not in mine:
+            whose = record["user_name"] or record["user_hash"]
+            raise exceptions.ClusterOwnerIdentityMismatchError(
+                f"{record['name']} is {whose}'s. Give yours another name (name=)."
+            )
+
+
+def refuse_another_owner(name: str, owner: str | None) -> None:
+    has = owner_of(look(name))
+    if owner and has and has != owner:
+        raise exceptions.ClusterOwnerIdentityMismatchError(
+            f"{PREFIX + name} was started from elsewhere, so the token of its server is not known "
+            "here. Give yours another name (name=)."
+        )
+
+
+def owner_of(record: Any) -> str | None:
+    """By whose token the cluster was launched; None: that is not known."""
+    with suppress(Exception):  # SkyPilot's own copy of the task, in whatever form it keeps that
+        task = yaml.safe_load(record["last_creation_yaml"])
+        return str(task["envs"][OWNER])
+    return None
 
 
 def follow(name: str) -> dict[str, Any]:
@@ -233,14 +268,23 @@ def described(record: Any) -> dict[str, Any]:
         "state": STATES.get(record["status"], "starting"),
         "started_at": record["launched_at"],
         "detail": detail,
+        "identity": identity_of(record),
+        "owner": owner_of(record),
     }
 
 
-def terminate(name: str) -> None:
-    """Cancels a launch that is on its way, and ends the machine; returns when it is gone.
+def identity_of(record: Any) -> str:
+    return f"{record['cluster_hash']}/{record['launched_at']}"
+
+
+def terminate(name: str, only: str | None = None) -> None:
+    """Cancels a launch that is on its way, and ends the machine; returns when it is gone. With
+    `only` nothing happens but to the cluster of that identity.
 
     What its server wrote is answered first, since it goes with the machine.
     """
+    if only is not None and not is_that(name, only):
+        return
     for request in launching(name):
         sdk.get(sdk.api_cancel(request))
     with suppress(Exception):  # there is no machine, or none that answers
@@ -250,9 +294,14 @@ def terminate(name: str) -> None:
             sdk.stream_and_get(sdk.down(PREFIX + name), output_stream=io.StringIO())
         except exceptions.ClusterDoesNotExist:
             return
-        if look(name) is None:
+        if look(name) is None or (only is not None and not is_that(name, only)):
             return
         time.sleep(POLL_SECONDS)
+
+
+def is_that(name: str, identity: str) -> bool:
+    record = look(name)
+    return record is not None and identity_of(record) == identity
 
 
 def logs(name: str, follow: bool) -> None:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """art-server on a machine that you can log in to, outliving the login. By hand: see README.md.
 
-    servers.py start [--if-free] NAME PYTHON [ARGUMENT...]      art-server, with those arguments
+    servers.py start [OPTION...] NAME PYTHON [ARGUMENT...]      art-server, with those arguments
     servers.py endpoint NAME                        where its server listens, or how it ended
     servers.py list                                 all servers, and what dead ones left running
-    servers.py stop NAME                            end it, and all that it started
+    servers.py stop NAME [--only IDENTITY]          end it (if it is that one), and all it started
     servers.py log NAME [--follow]                  what it wrote
 
 Answers are JSON on standard output; a failure is a sentence on standard error and exit code 1 (3:
@@ -13,7 +13,8 @@ input: secrets never stand in arguments or on disk.
 
 Everything lies in ~/.art-cloud, which only its owner can read: for each cluster `clusters/NAME`
 with the server's state, `server.log`, `endpoint.json` (written by the server) and `session.json`:
-by whose token it was started (its SHA-256), and which processes are its own.
+by whose token it was started (half its SHA-256), from where, and which mark the processes have in
+their environment that are its own.
 
 Needs Linux, Python 3.8 and nothing else.
 """
@@ -32,6 +33,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -47,6 +49,8 @@ ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
 KILL_SECONDS = 10.0
 LOG_LINES = 15
+MARK = "ART_CLOUD_MARK"
+"""A variable of the environment that a server and all that it starts have in common."""
 
 
 class ServersError(Exception):
@@ -70,11 +74,18 @@ class Server(NamedTuple):
 
     leader: Process | None
     processes: list[Process]
+    identity: str
+    """What another one under its name, before or later, has not."""
+    mark: str | None
+    session: dict[str, Any]
+    """What `start` wrote of this very server; {} if something else started it."""
+    endpoint: dict[str, Any]
+    """What this very server wrote, once it listens."""
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
     environment = json.load(sys.stdin)
-    owner = hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()
+    owner = hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()[:32]
     name, folder = options.name, ROOT / "clusters" / options.name
     with lock(ROOT / "lock"):
         running = servers()
@@ -85,20 +96,22 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
             (folder / "server.log").replace(folder / "server.1.log")
-        with suppress(FileNotFoundError):
-            (folder / "endpoint.json").unlink()
+        for stale in ("endpoint.json", "session.json"):
+            with suppress(FileNotFoundError):
+                (folder / stale).unlink()
+        mark = uuid.uuid4().hex
         command = [options.python, "-P", "-m", "art_server", "--state", str(folder)]
         with (folder / "server.log").open("ab") as log:
             process = subprocess.Popen(
                 [*command, *options.arguments],
-                env={**os.environ, **environment},
+                env={**os.environ, MARK: mark, **environment},
                 cwd=str(Path.home()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        session = {"owner": owner, "session": process.pid, "boot": _boot()}
+        session = {"owner": owner, "by": options.by, "mark": mark, "process": _of(process.pid)}
         _write(folder / "session.json", json.dumps(session))
         while name not in servers() and process.poll() is None:
             time.sleep(POLL_SECONDS / 10)  # until others see it
@@ -110,12 +123,10 @@ def endpoint(options: argparse.Namespace) -> dict[str, Any]:
     while True:
         with lock(ROOT / "lock"):
             server = servers().get(options.name)
-        leader = server.leader if server else None
-        found = _read(options.name, "endpoint")
-        if leader is None:
+        if server is None or server.leader is None:
             return {"state": "ended", "log": _last_lines(options.name)}
-        if found.get("pid") == leader.pid:
-            return {"state": "running", "url": found["url"]}
+        if server.endpoint:
+            return {"state": "running", "url": server.endpoint["url"]}
         if time.monotonic() > give_up:
             return {"state": "starting"}
         time.sleep(POLL_SECONDS)
@@ -133,13 +144,15 @@ def list_(options: argparse.Namespace) -> dict[str, Any]:
 def _described(name: str, server: Server) -> dict[str, Any]:
     process = server.leader or server.processes[0]
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.started / os.sysconf("SC_CLK_TCK")
-    listens = _read(name, "endpoint").get("pid") == process.pid
+    state = "running" if server.endpoint else "starting"
     return {
         "name": name,
-        "state": "ending" if server.leader is None else "running" if listens else "starting",
-        "started_at": time.time() - age,
+        "state": "ending" if server.leader is None else state,
+        "age": age,
         "pid": process.pid,
-        "owner": _read(name, "session").get("owner"),
+        "identity": server.identity,
+        "owner": server.session.get("owner"),
+        "by": server.session.get("by"),
     }
 
 
@@ -149,11 +162,11 @@ def stop(options: argparse.Namespace) -> dict[str, Any]:
         return {"ended": False}
     with lock(ROOT / "lock"):
         first = servers().get(name)
-    if first is None:
+    if first is None or options.only not in (None, first.identity):
         return {"ended": False}
     kill_at = time.monotonic() + options.grace
     _signal([first.leader] if first.leader else first.processes, signal.SIGTERM)
-    while left := _left(name, first.processes):
+    while left := _left(first):
         if time.monotonic() > kill_at + KILL_SECONDS:
             raise ServersError(f"{name} does not end: still there are {[one.pid for one in left]}")
         if time.monotonic() > kill_at or first.leader not in left:
@@ -162,16 +175,32 @@ def stop(options: argparse.Namespace) -> dict[str, Any]:
     return {"ended": True}
 
 
-def _left(name: str, known: list[Process]) -> list[Process]:
-    """What still runs of the server `name` and of its processes that were `known` before."""
-    server = servers().get(name)
-    now = set(map(_identity, processes()))
-    found = server.processes if server else []
-    return [*found, *(one for one in known if _identity(one) in now and one not in found)]
+def _left(server: Server) -> list[Process]:
+    """What still runs of a server, and of what it has started since."""
+    known = set(map(_identity, server.processes))
+    return [
+        process
+        for process in processes()
+        if _identity(process) in known or (server.mark and _mark(process) == server.mark)
+    ]
 
 
-def _identity(process: Process) -> tuple[int, int]:
-    return process.pid, process.started
+def _identity(process: Process) -> str:
+    return f"{_boot()}/{process.pid}/{process.started}"
+
+
+def _of(pid: int) -> str | None:
+    return next((_identity(process) for process in processes() if process.pid == pid), None)
+
+
+def _mark(process: Process) -> str | None:
+    """The mark that it was started with; None: it has none, or is another user's."""
+    with suppress(OSError):
+        content = Path(f"/proc/{process.pid}/environ").read_bytes()
+        for variable in content.split(b"\0"):
+            if variable.startswith(MARK.encode() + b"="):
+                return variable.partition(b"=")[2].decode(errors="replace")
+    return None
 
 
 def _signal(targets: list[Process], number: signal.Signals) -> None:
@@ -216,26 +245,34 @@ def processes() -> Iterator[Process]:
 def servers() -> dict[str, Server]:
     """Everything of ours that runs here, by cluster name.
 
-    A server is known by its arguments. What else runs in the session that it leads belongs to it,
-    also when the server itself has gone: its id is not given away while its session has members.
+    A server is known by its arguments. What else runs in the session that it leads belongs to it.
+    Where the server itself has gone, what has its mark is left of it. Files count only if they are
+    of this very process: those of one that is long gone make no other process ours.
     """
     leaders: dict[str, Process] = {}
     sessions: dict[int, list[Process]] = {}
-    for process in processes():
+    everything = list(processes())
+    for process in everything:
         sessions.setdefault(process.session, []).append(process)
         name = _cluster_of(process.command)
         if name and (name not in leaders or process.session == process.pid):
             leaders[name] = process
-    found = {
-        name: Server(leader, [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)])
-        for name, leader in leaders.items()
-    }
-    for path in (ROOT / "clusters").glob("*/session.json"):
-        name, session = path.parent.name, _read(path.parent.name, "session")
-        left = sessions.get(session.get("session", 0), [])
-        ours = session.get("boot") == _boot() and all(p.pid != session["session"] for p in left)
-        if name not in found and left and ours:
-            found[name] = Server(None, left)
+    found = {}
+    for name, leader in leaders.items():
+        identity = _identity(leader)
+        session, endpoint = (
+            content if content.get("process") == identity else {}
+            for content in (_read(name, "session"), _read(name, "endpoint"))
+        )
+        own = [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)]
+        mark = session.get("mark") or endpoint.get("mark")
+        found[name] = Server(leader, own, identity, mark, session, endpoint)
+    for name in {path.parent.name for path in (ROOT / "clusters").glob("*/*.json")} - found.keys():
+        session = _read(name, "session")
+        mark = session.get("mark") or _read(name, "endpoint").get("mark")
+        left = [process for process in everything if mark and _mark(process) == mark]
+        if mark and left:
+            found[name] = Server(None, left, mark, mark, session, {})
     return found
 
 
@@ -308,11 +345,14 @@ def main() -> None:
 
     starting = command(start, "name")
     starting.add_argument("--if-free", action="store_true", help="only where no other server runs")
+    starting.add_argument("--by", default="somebody", help="who starts it, for others to read")
     starting.add_argument("python")
     starting.add_argument("arguments", nargs=argparse.REMAINDER)
     command(endpoint, "name")
     command(list_)
-    command(stop, "name").add_argument("--grace", type=float, default=ENDING_SECONDS)
+    stopping = command(stop, "name")
+    stopping.add_argument("--grace", type=float, default=ENDING_SECONDS)
+    stopping.add_argument("--only", metavar="IDENTITY", help="as `list` shows it")
     command(log, "name").add_argument("--follow", action="store_true")
 
     options = parser.parse_args()

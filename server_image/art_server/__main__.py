@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+from uuid import uuid4
 
 import platformdirs
 import uvicorn
@@ -30,6 +31,7 @@ from starlette.types import ASGIApp
 from art_cloud._version import __version__
 from art_cloud.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.names import check_name, whole_path
+from art_cloud.processes import MARK, identity_of
 
 from . import doors
 from .guardian import GRACE_SECONDS, Guardian, Limits
@@ -393,6 +395,8 @@ def _write_endpoint(path: Path, name: str, url: str) -> None:
         "name": name,
         "url": url,
         "pid": os.getpid(),
+        "process": identity_of(os.getpid()),
+        "mark": os.environ.get(MARK),
         "version": __version__,
         "started_at": datetime.now(UTC).isoformat(),
     }
@@ -419,6 +423,7 @@ def main() -> None:
                 f"No token: set {TOKEN} to a secret that clients must send, for example "
                 f"{TOKEN}=$(openssl rand -hex 32). There is no server without one."
             )
+        os.environ.setdefault(MARK, uuid4().hex)  # before anything is started
         asyncio.run(serve(options, token))
     except ArtCloudError as error:
         print(f"art-server: {error}", file=sys.stderr)

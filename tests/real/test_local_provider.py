@@ -13,12 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import SecretStr
 from typer.testing import CliRunner, Result
 
 import art_cloud as art
 from art_cloud import fleet
 from art_cloud.cli import app
 from art_cloud.errors import AuthError, ConfigError, ConflictError, LaunchError
+from art_cloud.processes import MARK
 from art_cloud.providers import get_provider, local
 from art_cloud.registry import Registry, home
 
@@ -276,7 +278,7 @@ async def test_what_a_killed_server_leaves_running_is_found_and_ended(cluster_ho
         "bash",
         "-c",
         "sleep 300 & exec " + " ".join(arguments),
-        env=os.environ | {"ART_CLOUD_TOKEN": "t"},
+        env=os.environ | {"ART_CLOUD_TOKEN": "t", MARK: "a-mark"},
         start_new_session=True,
     )
     await until((state / "endpoint.json").exists)
@@ -288,6 +290,83 @@ async def test_what_a_killed_server_leaves_running_is_found_and_ended(cluster_ho
     await fleet.down("gone")
     assert await get_provider("local").list() == []
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_a_stale_file_makes_nobody_elses_processes_ours(cluster_home: Path) -> None:
+    """A server was killed, or lost in a reboot; its id is now that of a stranger's session, whose
+    leader has gone, as of `nohup x &` in a terminal that was closed."""
+    stranger = await asyncio.create_subprocess_exec(
+        *("bash", "-c", "sleep 3000 & echo $!"),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert stranger.stdout is not None
+    child = psutil.Process(int(await stranger.stdout.readline()))
+    await stranger.wait()
+    assert os.getsid(child.pid) == stranger.pid
+    folder = cluster_home / "clusters" / "gone"
+    folder.mkdir(parents=True)
+    wrote = {"name": "gone", "url": "http://127.0.0.1:9", "pid": stranger.pid, "mark": "a-mark"}
+    process = f"another-boot/{stranger.pid}/7"
+    (folder / "endpoint.json").write_text(json.dumps(wrote | {"process": process}))
+    session = {"owner": "o", "session": stranger.pid, "process": process, "mark": "a-mark"}
+    (folder / "session.json").write_text(json.dumps(session))
+    try:
+        assert await get_provider("local").list() == []
+        await get_provider("local").terminate("gone")
+        assert (await art_cloud("sweep", "--yes")).exit_code == 0
+        async with art.up("local", name="gone"):  # and no stale file is in the way
+            assert child.is_running()
+        assert child.is_running()
+    finally:
+        child.kill()
+
+
+async def test_a_stale_file_with_the_id_of_a_server_that_still_boots(cluster_home: Path) -> None:
+    state = cluster_home / "clusters" / "slow"
+    state.mkdir(parents=True)
+    arguments = [*SERVER, "--name", "slow", "--state", str(state), "--model", "/no/such/model"]
+    server = await asyncio.create_subprocess_exec(
+        *("bash", "-c", "read go; exec " + " ".join(arguments)),
+        env=os.environ | {"ART_CLOUD_TOKEN": "t"},
+        stdin=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    wrote = {"url": "http://127.0.0.1:9", "pid": server.pid, "process": f"a-boot/{server.pid}/7"}
+    (state / "endpoint.json").write_text(json.dumps(wrote))
+    assert server.stdin is not None
+    server.stdin.write(b"\n")
+    await until_listed("slow")
+    [found] = await get_provider("local").list()
+    assert found.state == "starting"
+    await get_provider("local").terminate("slow")
+    await server.wait()
+
+
+async def test_only_the_one_that_was_meant_is_ended() -> None:
+    provider = get_provider("local")
+    await (await art.up("local", name="one")).close()
+    [seen] = await provider.list()
+    [record] = Registry().list()
+    assert seen.owner == record.spec.owner
+    psutil.Process(await pid_of("one")).kill()
+    await until_gone("one")
+    await (await art.up("local", name="one")).close()
+    [another] = await provider.list()
+    assert another.identity != seen.identity
+    await provider.terminate("one", only=lambda instance: instance.identity == seen.identity)
+    assert await provider.list() == [another]
+    with pytest.raises(ConflictError, match="another token"):
+        await provider.launch(record.spec.model_copy(update={"token": SecretStr("x")}), "one")
+    assert await provider.list() == [another]
+    await fleet.down("one")
+    assert await provider.list() == []
+
+
+async def until_gone(name: str) -> None:
+    async with asyncio.timeout(60):
+        while any(one.name == name for one in await get_provider("local").list()):
+            await asyncio.sleep(0.05)
 
 
 async def test_ctrl_c_while_it_starts_ends_what_was_started(cluster_home: Path) -> None:

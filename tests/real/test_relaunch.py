@@ -6,18 +6,21 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import openai
 import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet, relaunch
+from art_cloud import attached, fleet, relaunch
 from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import ServerUnavailableError
+from art_cloud.errors import AuthError, ServerUnavailableError
 from art_cloud.providers import get_provider
+from art_cloud.registry import Registry
 from art_cloud.store import open_store
 
 NAME = "lost"
@@ -80,6 +83,82 @@ async def test_the_loop_sees_a_pause(
     steps = Checkpoints(open_store((cluster_home / "store").as_uri()), model.full_name)
     assert steps.steps() == [0, 1, 2]
     assert await get_provider("local").list() == []
+
+
+async def test_who_takes_the_port_of_a_lost_server_hears_nothing_of_the_next(
+    cluster_home: Path, tiny_model: Path
+) -> None:
+    model = art.TrainableModel(name="agent", project="lost", base_model=str(tiny_model))
+    heard: set[str] = set()
+
+    async def squat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heard.update(
+            line.partition(": Bearer ")[2]
+            for line in head.splitlines()
+            if line.lower().startswith("authorization: bearer ")
+        )
+        writer.close()
+
+    async with art.up("local", name=NAME) as backend:
+        await model.register(backend)
+        port, before = urlsplit(backend.url).port, backend._token
+        await lose_the_machine(cluster_home)
+        async with await asyncio.start_server(squat, "127.0.0.1", port):
+            assert await rollout(model, 0.0)
+            assert (await backend.train(model, await group_of(model))).step == 1
+        assert heard == {before}
+        record = Registry().get(NAME)
+        assert record is not None
+        assert record.spec.token.get_secret_value() == backend._token == model.inference_api_key
+        with pytest.raises(AuthError):
+            await art.connect(backend.url, before)
+        async with art.connect(name=NAME) as other:
+            assert (await other.info()).steps_made == 1
+
+
+BLOCKED = """
+import asyncio, sys, time
+import art_cloud as art
+from art_cloud import attached
+
+attached.PING_SECONDS, attached.STUCK_SECONDS = 0.5, 1.0
+
+async def main():
+    options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+    async with art.up(sys.argv[1], name="blocked", lease=LEASE, on_loss="raise", **options) as up:
+        started = (await up.info()).started_at
+        time.sleep(3 * LEASE)  # a reward function that lets nothing else run
+        assert (await up.info()).started_at == started
+        print("the same server")
+
+asyncio.run(main())
+"""
+"""A script whose lease is shorter than what it blocks its event loop for."""
+
+
+async def test_a_script_that_blocks_its_event_loop_is_a_client(cluster_home: Path) -> None:
+    script = BLOCKED.replace("LEASE", "5")
+    done = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, "local"), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await done.communicate()
+    assert (said.decode(), done.returncode) == ("the same server\n", 0)
+
+
+async def test_a_lease_is_not_renewed_when_the_event_loop_is_closed(
+    cluster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that goes on, as a notebook, has no client once its loop has ended."""
+    monkeypatch.setattr(attached, "PING_SECONDS", 0.2)
+
+    async def forget() -> None:
+        await art.up("local", name=NAME, lease=4)
+
+    await asyncio.to_thread(asyncio.run, forget())
+    async with asyncio.timeout(120):
+        while await get_provider("local").list():
+            await asyncio.sleep(0.2)
 
 
 async def test_a_stream_that_breaks_says_what_to_do(cluster_home: Path, tiny_model: Path) -> None:

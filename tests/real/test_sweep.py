@@ -31,6 +31,7 @@ async def cluster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     monkeypatch.setattr(local, "ENDING_SECONDS", 1.0)
     monkeypatch.setattr(fleet, "STATUS_SECONDS", 10.0)
     monkeypatch.setattr(sweep, "ANSWER_SECONDS", 10.0)
+    monkeypatch.setattr(sweep, "PATIENCE_SECONDS", 2.0)
     yield home
     for one in await fleet.status():
         await fleet.down(one.name)

@@ -294,10 +294,10 @@ async def test_a_call_that_is_left_in_good_order_or_meets_a_full_disk_has_killed
     journal = Journal(path)
     journal.submit(job, "train", NAME, b"body")
     program.behave = leave
-    for count in range(1, 6):
+    for start in range(1, 6):
         jobs = Jobs(journal, {"train": program})
         jobs.start()
-        await until_running(program, count)
+        await until_running(program, start)
         async with asyncio.timeout(30):
             await jobs.stop(0.01)
         journal.close()

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from art_cloud.errors import ConfigError
+from art_cloud.errors import ConfigError, NotFoundError, RegistryError
 from art_cloud.protocol import ServerInfo
 from art_cloud.providers import ClusterSpec
 from art_cloud.registry import Registry, Use, default_name, home, in_use
@@ -103,15 +105,80 @@ def test_a_home_that_cannot_be_written_is_a_clear_error(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="ART_CLOUD_HOME"):
-        Registry()
+    with pytest.raises(RegistryError, match="ART_CLOUD_HOME"):
+        Registry().claim("a", SPEC)
+    with pytest.raises(RegistryError, match="ART_CLOUD_HOME"):
+        Use("a")
+    assert not in_use("a")
 
 
 def test_a_damaged_file_is_a_clear_error() -> None:
-    path = Registry().path
-    path.write_bytes(b"no database" * 1000)
-    with pytest.raises(ConfigError, match="can't be used: file is not a database"):
-        Registry()
+    Registry().claim("a", SPEC)
+    Registry().path.write_bytes(b"no database" * 1000)
+    with pytest.raises(RegistryError, match="can't be used: file is not a database"):
+        Registry().list()
+    with pytest.raises(RegistryError, match="can't be used: file is not a database"):
+        Registry().claim("b", SPEC)
+
+
+@pytest.mark.parametrize("mode", ["DELETE", "WAL"])
+def test_to_read_needs_nothing_that_can_be_written(mode: str) -> None:
+    """Not a byte is written, nor a file made; also not of a file that an older version wrote."""
+    record, _ = Registry().claim("a", SPEC)
+    Registry().add_phase(record, "boot", 1.0)
+    with closing(sqlite3.connect(Registry().path)) as database:
+        database.execute(f"PRAGMA journal_mode = {mode}")
+    before = {path: path.stat().st_mtime_ns for path in home().rglob("*")}
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "from art_cloud.registry import *\n"
+        "from art_cloud.providers import ClusterSpec\n"
+        "from art_cloud.errors import RegistryError\n"
+        "registry = Registry(); [record] = registry.list()\n"
+        "assert registry.phases(record) == [('boot', 1.0)] and registry.usage(record) is None\n"
+        "assert registry.receipts() == [] and not in_use('a')\n"
+        "try: registry.end(record, seen_to_end=True)\n"
+        "except RegistryError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "can't be used" in done.stdout) == (0, True), done.stderr
+    assert Registry().list() == [record]
+    if mode == "DELETE":
+        assert {path: path.stat().st_mtime_ns for path in home().rglob("*")} == before
+
+
+def test_a_writer_that_was_killed_in_the_middle_keeps_nobody_from_reading() -> None:
+    record, _ = Registry().claim("a", SPEC)
+    program = (
+        "import os, signal, sqlite3, sys\n"
+        "database = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "database.execute('PRAGMA cache_size = 1')\n"
+        "database.execute('PRAGMA cache_spill = 1')\n"
+        "database.execute('BEGIN IMMEDIATE')\n"
+        "database.execute('DELETE FROM clusters')\n"
+        "for n in range(2000):\n"
+        "    database.execute('INSERT INTO phases VALUES (?, ?, ?, 0)', ['x' * 500] * 3)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(Registry().path)], check=False)
+    assert Path(f"{Registry().path}-journal").exists()
+    assert Registry().list() == [record]
+
+
+def test_a_server_that_replaces_another_has_a_token_of_its_own() -> None:
+    registry = Registry()
+    record, _ = registry.claim("a", SPEC)
+    renewed = registry.renew_token(record)
+    assert renewed.key == record.key
+    assert renewed.spec.token != record.spec.token
+    assert registry.get("a") == renewed == registry.current(record)
+    assert registry.renew_token(record) == renewed  # another program was first
+    assert registry.renew_token(renewed).spec.token != renewed.spec.token
+    registry.remove(record)
+    with pytest.raises(NotFoundError):
+        registry.renew_token(record)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", "a/b", "x" * 65])
