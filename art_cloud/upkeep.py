@@ -105,8 +105,10 @@ def _manifests(store: Store, names: Iterable[ModelName]) -> tuple[list[Manifest]
                 unreadable[str(steps.name.at(step))] = f"{steps.name}/steps/{step:06d}.json"
             return None
 
-    kept = [Checkpoints(store, name) for name in names]
-    found = each(read, [(steps, step) for steps in kept for step in steps.steps() or [None]])
+    places: list[tuple[Checkpoints, int | None]] = []
+    for steps in (Checkpoints(store, name) for name in names):
+        places += [(steps, step) for step in steps.steps()] or [(steps, None)]
+    found = each(read, places)
     return [manifest for manifest in found if manifest], dict(sorted(unreadable.items()))
 
 
