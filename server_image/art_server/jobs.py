@@ -68,8 +68,9 @@ CREATE TABLE IF NOT EXISTS events (
 """
 MOST_KILLED = 3
 """How often the server may be killed in the middle of a job."""
-LEFT, KILLED = "left", "killed"
-"""Marks in the events of a job that a server did not settle: it left it, or was killed."""
+LEFT, KILLED, TRAINED = "left", "killed", "trained"
+"""Marks in the events of a job that a server did not settle: it left it, was killed, or had the
+training behind it, so that what ended it then was not the call."""
 
 
 class Totals(NamedTuple):
@@ -249,17 +250,17 @@ class Journal:
     def _note_the_end_of_the_last_server(self) -> None:
         """Warn of the job that ran when it was killed, and fail the one that does that each time.
 
-        What has been started since it was settled, left or warned of has run then.
+        What has been started since it was settled, left, trained or warned of has run then.
         """
         for job in self.unfinished():
             with self._lock:
                 started, told, killed = self._db.execute(
-                    "SELECT max(iif(type = 'started', number, 0)),"
-                    " max(iif(type IN ('done', 'failed') OR coalesce(json_extract(data, ?),"
-                    " json_extract(data, ?)), number, 0)),"
-                    " total(json_extract(data, ?))"
+                    "SELECT coalesce(max(iif(type = 'started', number, 0)), 0),"
+                    " coalesce(max(iif(type IN ('done', 'failed') OR coalesce("
+                    " json_extract(data, ?), json_extract(data, ?), json_extract(data, ?)),"
+                    " number, 0)), 0), total(json_extract(data, ?))"
                     " FROM events WHERE job = ?",
-                    (f"$.{LEFT}", f"$.{KILLED}", f"$.{KILLED}", job),
+                    (f"$.{LEFT}", f"$.{KILLED}", f"$.{TRAINED}", f"$.{KILLED}", job),
                 ).fetchone()
             if started <= told:
                 continue

@@ -22,7 +22,7 @@ from art_cloud.transfer import Rate
 
 from .canary import EXPECTED
 from .commits import Commits, log_progress, until_answered
-from .jobs import RETRY_SECONDS, Report
+from .jobs import RETRY_SECONDS, TRAINED, Report
 from .pruning import Pruner
 from .runtime import Runtime
 
@@ -69,7 +69,7 @@ class Publisher:
 
         async with runtime.new_step(draft) as folder:
             saved = runtime.in_training_thread(trainer.save_adapter, name, folder)
-            report({"phase": f"loading {draft.policy}"})
+            report({"phase": f"loading {draft.policy}", TRAINED: 1})
             await saved
             expected = runtime.in_training_thread(
                 trainer.next_logprobs, name, runtime.canary.prompt_ids, EXPECTED

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import pytest
 from art_server import jobs as jobs_module
-from art_server.jobs import Jobs, Journal, Report
+from art_server.jobs import TRAINED, Jobs, Journal, Report
 
 from art_cloud.errors import (
     ConfigError,
@@ -256,6 +256,22 @@ async def test_a_call_that_kills_the_server_three_times_fails_and_the_others_go_
     assert (await followed(jobs, other))[-1].type == "done"
     assert program.ran == [other]
     await jobs.stop(10)
+    journal.close()
+
+
+async def test_a_server_that_is_killed_when_the_step_is_trained_was_not_killed_by_the_call(
+    path: Path,
+) -> None:
+    job = uuid4().hex
+    journal = Journal(path)
+    journal.submit(job, "train", NAME, b"body")
+    for _ in range(5):
+        journal.start(job)
+        journal.add_event(job, "progress", {"phase": "loading", TRAINED: 1})
+        journal.close()
+        journal = Journal(path)
+    assert journal.unfinished() == [job]
+    assert "warning" not in {event.type for event in journal.events(job, 0)}
     journal.close()
 
 
