@@ -30,8 +30,6 @@ B = TypeVar("B", bound=BaseModel)
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 GATEWAY_STATUSES = {502, 503, 504}
-PERMANENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
-"""What no second try can cure: the request itself is none."""
 NOT_DELIVERED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -100,6 +98,11 @@ class ServerClient:
         recover: Recover | None = None,
     ) -> None:
         check_url(url)
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                "The token has characters that no request can carry. Was a line break copied with "
+                "it? Give token.strip()."
+            )
         self.patience = patience
         self.recover = recover
         self._client = httpx.AsyncClient(
@@ -137,7 +140,7 @@ class ServerClient:
 
         Raises:
             ServerUnavailableError: nobody answered for `patience` seconds.
-            ConfigError: the connection was closed, or the request can't be sent to anybody.
+            ConfigError: the connection was closed.
             ArtCloudError: what the server answered, as the class that it named.
         """
         self._check_open()
@@ -155,8 +158,6 @@ class ServerClient:
                 if (failure := failure_of(response)) is None:
                     return response.content
                 raise failure
-            except PERMANENT as error:
-                raise ConfigError(f"{method} {self.url}: {error}") from error
             except httpx.TransportError as error:
                 if not repeatable and not isinstance(error, NOT_DELIVERED):
                     raise ServerUnavailableError(

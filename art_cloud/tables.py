@@ -10,8 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -83,17 +84,31 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     output().print(make_table(columns, rows))
 
 
-def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose first column is shown whole, however narrow the terminal is: it has the name
-    that is typed next."""
-    first = [columns[0], *(row[0] for row in rows)]
-    table = Table(box=SIMPLE)
-    for place, column in enumerate(columns):
-        whole = max(map(cell_len, first)) if place == 0 else None
-        table.add_column(column, min_width=whole, no_wrap=place == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    return _Rows(columns, rows)
+
+
+class _Rows:
+    """A table or, where that is too wide, each row on lines of its own: nothing is cut, least of
+    all the names that are typed next."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(*self._columns, box=SIMPLE)
+        for row in self._rows:
+            table.add_row(*map(Text, row))
+        wide = options.update(max_width=WIDE)
+        if Measurement.get(console, wide, table).maximum <= options.max_width:
+            yield table
+            return
+        for first, *others in self._rows:
+            yield Text(first, style="bold", overflow="fold")
+            named = zip(self._columns[1:], others, strict=True)
+            told = (" ".join(f"{column} {cell}".split()) for column, cell in named if cell)
+            yield Padding(Text(", ".join(told), overflow="fold"), (0, 0, 0, 2))
 
 
 def output() -> Console:

@@ -85,8 +85,8 @@ def _checkout() -> Path | None:
     folder = Path(unquote(urlsplit(origin["url"]).path))
     if not origin["dir_info"].get("editable", False) and not _is_copy_of(folder):
         raise ConfigError(
-            f"What runs here is a copy of {folder}, which has changed since, and other machines "
-            f"are to install the same. Install it anew: pip install --editable {folder}"
+            f"What runs here is a copy of {folder}, which has changed or gone since, and other "
+            f"machines are to install the same. Install it anew: pip install --editable {folder}"
         )
     return folder
 

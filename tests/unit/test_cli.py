@@ -162,13 +162,15 @@ LONG = "art-somebody-with-a-long-name-on-a-machine-of-a-provider-skypilot"
 
 
 def test_names_are_never_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a narrow terminal other columns fold; in a pipe a row is one line, however long."""
+    """On a narrow terminal a row takes lines of its own; in a pipe it is one, however long."""
     for name in (LONG[:64], "b"):
         Registry().claim(name, ClusterSpec(provider="local", store="file:///s"))
     store = (tmp_path / "store").as_uri()
     make_steps(store, 1)
     monkeypatch.setenv("COLUMNS", "80")
-    assert LONG[:64] in run("status").stdout
+    narrow = run("status").stdout
+    assert LONG[:64] in narrow.splitlines()
+    assert "state stopped" in narrow
     monkeypatch.delenv("COLUMNS")
     lines = run("status").stdout.splitlines()
     [row] = [line for line in lines if LONG[:64] in line]
