@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -354,7 +354,7 @@ class FileStore:
                 return True
         return False
 
-    def _aside(self, sha256: str = "*") -> list[Path]:
+    def _aside(self, sha256: str = "*") -> Sequence[Path]:
         """Blobs that somebody deletes right now, or was killed over."""
         return list(self.staging.glob(f"{sha256}.*{ASIDE}"))
 

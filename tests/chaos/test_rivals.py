@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import openai
+import psutil
 import pytest
 
 import art_cloud as art
@@ -21,6 +22,7 @@ from art_cloud.wire import encode_batch
 from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch
 from ..waiting import until, wait_until
+from .faults import stop_before_the_manifest
 
 NAME = ModelName("rivals", "agent")
 
@@ -55,9 +57,15 @@ def history(folder: Path) -> list[Manifest]:
     return Checkpoints(open_store(str(folder / "store")), NAME).manifests()
 
 
-async def registered(backend: art.Backend, base_model: str) -> art.TrainableModel:
+async def registered(
+    backend: art.Backend, base_model: str, keep: art.Retention | None = None
+) -> art.TrainableModel:
     model = art.TrainableModel(
-        name=NAME.model, project=NAME.project, base_model=base_model, lora=art.LoRAConfig(rank=4)
+        name=NAME.model,
+        project=NAME.project,
+        base_model=base_model,
+        lora=art.LoRAConfig(rank=4),
+        retention=keep,
     )
     await model.register(backend)
     return model
@@ -103,6 +111,43 @@ async def test_one_goes_on_and_the_other_is_told_by_whom(tmp_path: Path, base_mo
     writers = [manifest.writer.cluster for manifest in found[1:] if manifest.writer]
     assert writers == ["first", "first", "zombie", "first"]
     assert len({manifest.call_id for manifest in found}) == 5
+
+
+async def test_one_that_was_stopped_right_before_its_manifest_is_told(
+    tmp_path: Path, base_model: str
+) -> None:
+    """It has looked for rivals, and is stopped for as long as another server makes three steps and
+    retention removes the very number that it is about to take."""
+    stopped, rival = server(tmp_path, "stopped"), server(tmp_path, "rival")
+    stopped.prepare = partial(stop_before_the_manifest, 1)
+    keep = art.Retention(keep_last=1)
+    steps = Checkpoints(open_store(str(tmp_path / "store"), create=True), NAME)
+    with stopped, rival:
+        process = psutil.Process(stopped.pid)
+        async with stopped.backend(patience=300) as late, rival.backend() as there:
+            model = await registered(late, base_model, keep)
+            same = await registered(there, base_model, keep)
+            training = asyncio.create_task(train(late, model, 1))
+            await until(lambda: process.status() == psutil.STATUS_STOPPED)
+            made = [await train(there, same, seed) for seed in (2, 3, 4)]
+            assert [result.step for result in made] == [1, 2, 3]
+            await until(lambda: steps.steps() == [0, 3])
+            records = steps.records()
+
+            process.resume()
+            with pytest.raises(RivalError, match=r"Step 1 of .* another server \(rival on "):
+                await training
+            assert steps.records() == records
+            assert [manifest.step for manifest in records] == [0, 1, 2, 3]
+            assert len({manifest.call_id for manifest in records}) == 4
+            assert steps.steps() == [0, 3]
+
+            await registered(late, base_model, keep)
+            assert (await train(late, model, 5)).step == 4
+            await until(lambda: steps.steps() == [0, 4])
+    assert [one.writer.cluster for one in steps.records()[1:] if one.writer] == [
+        *("rival", "rival", "rival", "stopped")
+    ]
 
 
 async def ask(of: ServerProcess, name: str) -> None:

@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
 import botocore.auth
 import pytest
+from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+from urllib3 import HTTPResponse
 
 from art_cloud.errors import (
     ConfigError,
@@ -167,10 +171,33 @@ def test_a_conflict_under_way_is_waited_for(store: S3Store, proxy: FaultProxy) -
     assert store.create("key", b"mine")
 
 
-def test_conditions_that_are_refused_mean_a_single_writer(
-    store: S3Store, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_conditions_that_are_refused_once_are_made_again(store: S3Store, proxy: FaultProxy) -> None:
+    """Somebody on the way refuses one; the server does not."""
     once(proxy, http("501 Not Implemented", NOT_IMPLEMENTED))
+    assert store.create("key", b"first")
+    assert not store.single_writer
+    assert not store.create("key", b"second")
+    assert store.read("key") == b"first"
+    assert store.list("") == ["key"]
+    always(proxy, http("501 Not Implemented", NOT_IMPLEMENTED))
+    raised(StoreUnavailableError, lambda: store.create("other", b""), "NotImplemented")
+    assert not store.single_writer
+
+
+def refuse_conditions(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
+    """What a server answers that knows none; all else goes on to the real one."""
+    if "If-None-Match" not in request.headers:
+        return None
+    body = HTTPResponse(BytesIO(NOT_IMPLEMENTED), preload_content=False)
+    return AWSResponse(str(request.url), 501, {}, body)  # type: ignore[arg-type]
+
+
+def test_conditions_that_are_refused_mean_a_single_writer(
+    store: S3Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store._client.meta.events.register("before-send.s3.PutObject", refuse_conditions)
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda key: store.create(f"race/{key}", b""), range(4)))
     assert store.create("key", b"first")
     assert store.single_writer
     assert "takes no conditional writes" in caplog.text

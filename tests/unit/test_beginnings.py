@@ -1,0 +1,86 @@
+"""A model that somebody else begins while a server registers it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from art_server.programs import Programs
+from art_server.runtime import Runtime, Settings
+
+from art_cloud.checkpoints import Manifest
+from art_cloud.config import LoRAConfig
+from art_cloud.errors import ConflictError
+from art_cloud.names import ModelName
+from art_cloud.protocol import JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.wire import encode_batch
+
+from ..synthetic import batch
+
+ORIGIN, NAME = ModelName("games", "origin"), ModelName("games", "agent")
+
+
+@pytest.fixture
+async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
+    (tmp_path / "state").mkdir()
+    runtime = Runtime(Settings(state=tmp_path / "state", store=str(tmp_path / "store")))
+    yield runtime
+    await runtime.close()
+
+
+class Server:
+    """Its programs, without HTTP."""
+
+    def __init__(self, runtime: Runtime, base_model: Path) -> None:
+        self.programs = Programs(runtime, 1 << 24)
+        self.base_model = str(base_model)
+
+    async def run(self, kind: JobKind, name: ModelName, body: bytes) -> StepResult:
+        info = JobInfo(
+            id=uuid4().hex, kind=kind, project=name.project, model=name.model, state="running"
+        )
+        return await self.programs.by_kind()[kind](info, body, lambda data: None)
+
+    async def register(self, name: ModelName, rank: int = 2) -> StepResult:
+        request = RegisterRequest(base_model=self.base_model, lora=LoRAConfig(rank=rank))
+        return await self.run("register", name, request.model_dump_json().encode())
+
+    async def train(self, name: ModelName) -> StepResult:
+        return await self.run("train", name, encode_batch(batch(name, 1, groups=1)))
+
+
+async def test_a_server_goes_on_from_what_a_fork_began_meanwhile(
+    runtime: Runtime, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(runtime, tiny_model)
+    await server.register(ORIGIN)
+    assert (await server.train(ORIGIN)).step == 1
+
+    def make_then_fork(self: Programs, name: ModelName, request: RegisterRequest) -> Manifest:
+        draft = make(self, name, request)
+        if not runtime.checkpoints(name).steps():
+            runtime.checkpoints(ORIGIN).fork(name)
+        return draft
+
+    make = Programs._make_step_0
+    monkeypatch.setattr(Programs, "_make_step_0", make_then_fork)
+    assert (await server.register(NAME)).step == 1
+    steps = runtime.checkpoints(NAME)
+    assert steps.steps() == [1]
+    async with runtime.policy(str(NAME)) as policy:
+        assert policy == f"{NAME}@1"
+    assert f"{NAME}@0" not in runtime.policies
+
+    # one optimizer step was made already: what is trained now is the fork, not the step 0 that lost
+    assert (await server.train(NAME)).step == 2
+    made, there = steps.read(2), runtime.checkpoints(ORIGIN).read(1)
+    assert made.parent is not None
+    assert made.parent.step == 1
+    assert (await server.train(ORIGIN)).step == 2
+    assert made.files == runtime.checkpoints(ORIGIN).read(2).files != there.files
+
+    with pytest.raises(ConflictError, match="Use the same, or another name"):
+        await server.register(ModelName("games", "third"), rank=3)
+    assert runtime.checkpoints(ModelName("games", "third")).steps() == [2]  # the fork
