@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ import pytest
 
 import art_cloud as art
 from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import ArtCloudError, NotFoundError, StoreFullError
+from art_cloud.errors import NotFoundError, StoreFullError
 from art_cloud.http import failure_of
 from art_cloud.names import ModelName
 from art_cloud.protocol import CALL_ID, JobInfo
@@ -141,24 +141,28 @@ class Script:
         """A call while the disk fills up, and its repeat if it came to nothing."""
         waits = rng.uniform(0, 1.2 * self.seconds), rng.uniform(0, 1.5 * self.seconds)
         left = rng.choice((0, 0, rng.randrange(1 << 18)))
-        once_stored = rng.random() < 0.3
+        moment = rng.choice(("before the call", "once stored", "any", "any", "any"))
         call = uuid4().hex
-        going = asyncio.create_task(self.train(call))
-        try:
-            if once_stored:
+        with ExitStack() as full:
+            if moment == "before the call":
+                full.enter_context(filled(self.disk, left))
+            going = asyncio.create_task(self.train(call))
+            if moment == "once stored":
                 await self.until_stored(going)
-            else:
+            elif moment == "any":
                 await asyncio.sleep(waits[0])
-            with filled(self.disk, left):
-                await asyncio.wait([going], timeout=waits[1])
-            info = await going
-        except ArtCloudError as error:
+            if moment != "before the call":
+                full.enter_context(filled(self.disk, left))
+            await asyncio.wait([going], timeout=waits[1])
+        await asyncio.wait([going])
+        if (error := going.exception()) is not None:
             assert isinstance(error, StoreFullError), error
             assert "nothing was done" in str(error)
             with pytest.raises(NotFoundError):
                 await self.job(call)
             outcome = "refused"
         else:
+            info = going.result()
             outcome = info.state
         there = self.there()
         if outcome == "done":
@@ -180,7 +184,7 @@ class Script:
         """Until the manifest of the next step is there: the moment in which an answer may err."""
         manifest = self.server.store / str(NAME) / f"steps/{len(self.made) + 1:06d}.json"
         while not (manifest.exists() or going.done()):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     async def make(self) -> None:
         """A call while the disk has space: a step, and those before it are in the store."""

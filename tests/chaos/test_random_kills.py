@@ -46,11 +46,14 @@ from art_cloud.upkeep import collect_garbage, find_garbage, models, verify
 from ..s3_servers import S3Server
 from ..server_process import ServerProcess, _context
 from ..synthetic import as_groups, batch
+from ..waiting import until
 
 KILLS = int(os.environ.get("ART_KILLS", "200"))
 SEED = int(os.environ.get("ART_SEED", time.time_ns() % (1 << 32)))
 MODELS = 3
 PATIENCE = 240.0
+PROGRESS_SECONDS = 60.0
+"""How long a kill waits for the scripts to get something done since the one before."""
 GRACE = timedelta(seconds=120)
 """Of the garbage collections: longer than any step from its first blob to its manifest."""
 TIMINGS = {"seconds", "tokens_per_second"}
@@ -93,6 +96,7 @@ async def test_nothing_is_lost_and_nothing_is_doubled(
     for what, number in campaign.counts.items():
         record_property(what, number)
     assert campaign.odd == []
+    assert campaign.counts["steps acknowledged"]
 
 
 def prepare() -> None:
@@ -154,6 +158,8 @@ class Campaign:
         self.counts: Counter[str] = Counter()
         self.odd: list[str] = []
         """What nobody expected."""
+        self.actions = 0
+        """What the scripts have done."""
         self.stopping = False
         self.servers = [ServerProcess(folder / name, "--name", name) for name in ("one", "two")]
         for server in self.servers:
@@ -198,7 +204,9 @@ class Campaign:
 
     async def disturb(self) -> None:
         """A kill, a pause or an end of a server, a while after the one before."""
-        rng = self.rng
+        rng, wanted = self.rng, self.actions + self.rng.choice((0, 0, 1, 2, 4, 8))
+        with suppress(AssertionError):
+            await until(lambda: self.actions >= wanted or bool(self.odd), PROGRESS_SECONDS)
         await asyncio.sleep(rng.choice((0.1, 0.5, 2.0)) * rng.random())
         which = rng.randrange(2) if self.together else self.turn
         server = self.servers[which]
@@ -342,6 +350,7 @@ class Script:
             try:
                 await action()
                 self.campaign.counts[action.__name__] += 1
+                self.campaign.actions += 1
             except ServerUnavailableError as error:
                 if "look before you repeat it" not in str(error):
                     self.odd(action.__name__, error)

@@ -23,6 +23,7 @@ from art_cloud.errors import (
     RivalError,
     StoreError,
     StoreFullError,
+    UnreadableError,
 )
 from art_cloud.names import ModelName
 from art_cloud.store import FileStore
@@ -196,7 +197,7 @@ def test_a_manifest_does_not_lead_out_of_its_folder(
     made = commit(steps, tmp_path, 0)
     text = made.model_dump_json().replace("trainer.json", path)
     (tmp_path / "store" / NAME.project / NAME.model / "steps" / "000001.json").write_text(text)
-    with pytest.raises(StoreError, match="is not what this version of art-cloud writes"):
+    with pytest.raises(UnreadableError, match="is damaged"):
         steps.read(1)
 
 
