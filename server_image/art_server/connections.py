@@ -6,14 +6,18 @@ import asyncio
 import fcntl
 import struct
 import termios
+from typing import TYPE_CHECKING
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HTTPProtocol
 
 UNREAD_SECONDS = 60.0
 """How long a client may take none of the bytes that are ready for it."""
 
 
-class Connection(AutoHTTPProtocol):
+class Connection(HTTPProtocol):
     """uvicorn's, but an answer that nobody reads is ended as if the client had gone: it would hold
     the policy that it comes from, and with vLLM its place, for as long as the client likes."""
 

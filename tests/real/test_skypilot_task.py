@@ -46,8 +46,8 @@ async def test_a_server_that_is_suspended_for_good_lets_the_job_end(tmp_path: Pa
     )
 
     def server() -> list[psutil.Process]:
-        children = psutil.Process(job.pid).children()
-        return [one for one in children if one.cmdline()[1:4] == ["-P", "-m", "art_server"]]
+        process = psutil.Process(job.pid)
+        return process.children() if process.name() == "timeout" else []
 
     await until(lambda: bool(server()))
     [suspended] = server()
