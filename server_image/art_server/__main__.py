@@ -286,7 +286,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     )
     programs = Programs(runtime, options.max_body << 20)
     jobs = Jobs(journal, programs.by_kind())
-    programs.publisher.note_stored = jobs.note_stored
+    programs.publisher.note_stored, commits = jobs.note_stored, programs.publisher.commits
     guardian = Guardian(
         limits,
         work=lambda: at_work(jobs, runtime),
@@ -295,7 +295,6 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         launched_ago=launched_ago + time.monotonic() - began,
         stall=options.stall,
     )
-    commits = programs.publisher.commits
     app = make_app(
         runtime,
         jobs,
@@ -328,8 +327,8 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         await jobs.stop(grace)
         await commits.close(grace / 2)
         await _stop_serving(server, serving, runtime, min(ANSWERING_SECONDS, grace / 4))
-        journal.close()
         beating.cancel()
+        journal.close()
     log.info("stopped")
 
 

@@ -85,9 +85,9 @@ class Watchdog:
         try:
             self._write(line)
         except BrokenPipeError:
-            log.error("the watchdog is gone, and is started again")
             self._start()
             self._write(line)
+            log.error("the watchdog was gone, and is started again")
 
     def _write(self, line: bytes) -> None:
         assert self._process is not None

@@ -373,7 +373,7 @@ async def test_a_watchdog_that_is_killed_is_replaced(tmp_path: Path) -> None:
     [first] = psutil.Process(server.pid).children()
     first.kill()
     await asyncio.to_thread(
-        wait_until, lambda: "the watchdog is gone, and is started again" in server.output, 30
+        wait_until, lambda: "the watchdog was gone, and is started again" in server.output, 30
     )
     os.kill(server.pid, signal.SIGSTOP)
     assert await ended(server) == -signal.SIGKILL
@@ -382,7 +382,7 @@ async def test_a_watchdog_that_is_killed_is_replaced(tmp_path: Path) -> None:
 async def test_the_watchdog_goes_with_its_server_and_holds_nothing_of_it(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path).start()
     [watchdog] = psutil.Process(server.pid).children()
-    assert watchdog.num_fds() == 3
+    await asyncio.to_thread(wait_until, lambda: watchdog.num_fds() == 3, 30)
     server.kill()
     await asyncio.to_thread(wait_until, lambda: not watchdog.is_running(), 30)
 

@@ -63,7 +63,7 @@ async def seen(client: socket.socket) -> None:
 async def test_a_stream_that_nobody_reads_holds_neither_the_trainer_nor_the_lease(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    server = ServerProcess(tmp_path, "--lease", "20")
+    server = ServerProcess(tmp_path, "--lease", "10")
     server.prepare = _impatient
     server.start()
     body = {"model": str(MODEL), "prompt": "x", "max_tokens": 400, "logprobs": 5}
