@@ -219,7 +219,7 @@ class Fuzzer:
         """The same with one value another one, gone, or a new one beside it."""
         if isinstance(content, dict) and content and not self._rarely(6):
             key = self.rng.choice(list(content))
-            if key == "dry_run":
+            if key == "dry_run" or (key == "max_tokens" and not self._rarely(50)):
                 return content
             if self._rarely(10):
                 return {name: value for name, value in content.items() if name != key}
