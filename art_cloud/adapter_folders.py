@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, None, "gaussian"),  # not those that change the base model
 }
-NOTHING = (None, False, [], {})
+NOTHING: tuple[Any, ...] = (None, False, [], {})
 """What it may say of any other option, those of later versions of PEFT included."""
 
 

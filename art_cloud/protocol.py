@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, SecretStr
 
-from .config import Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
+from .config import Count, Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
 from .names import ModelName
 
 PROTOCOL = 1
@@ -211,8 +211,8 @@ class SFTRequest(Frozen):
 class LoggedTrajectory(Frozen):
     """`group` and `trajectory` count from 0 within the call; `samples` are places in its batch."""
 
-    group: NonNegativeInt
-    trajectory: NonNegativeInt
+    group: Count
+    trajectory: Count
     reward: FiniteFloat
     metrics: dict[str, Any]
     metadata: dict[str, Any]
