@@ -158,9 +158,9 @@ async def test_a_body_that_is_no_request(server: ServerProcess, body: bytes) -> 
         ),
         (
             "/art/v1/models/M/log",
-            '{"split": "val", "step": 0, "metrics": {}, "trajectories": [{"group": %d, '
+            '{"split": "val", "step": 0, "metrics": {}, "trajectories": [{"group": BIG, '
             '"trajectory": 0, "reward": 1, "metrics": {}, "metadata": {}, "messages": [], '
-            '"logs": [], "samples": []}]}' % 2**70,
+            '"logs": [], "samples": []}]}'.replace("BIG", str(2**70)),
             "trajectories.0.group",
         ),
         (
