@@ -25,20 +25,19 @@ ADAPTER = "adapter/"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MANIFEST = "manifest.json"
 """Of a whole checkpoint that was pulled."""
+FREE = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision"),
+    *("runtime_config", "target_modules", "task_type"),
+}
+"""What a `LoraConfig` may say as it likes: it is what our trainer has too, is checked elsewhere, or
+means nothing by itself."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "exclude_modules": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian"),  # not those that change the base model
 }
-"""What a `LoraConfig` may say of what our trainer does not do: nothing."""
+NOTHING: tuple[Any, ...] = (None, False, [], {})
+"""What it may say of any other option, those of later versions of PEFT included."""
 
 
 def pull(
@@ -170,11 +169,11 @@ def _read_config(adapter: Path) -> dict[str, Any]:
 
 
 def _lora(adapter: Path, config: dict[str, Any]) -> LoRAConfig:
-    for option, allowed in NEUTRAL.items():
-        if option in config and config[option] not in allowed:
+    for option, value in config.items():
+        if option not in FREE and value not in NEUTRAL.get(option, NOTHING):
             raise ConfigError(
-                f"{adapter / CONFIG} has {option}={config[option]!r}, which can't be trained here: "
-                "a LoRA of one rank on linear layers can. Merge it into the base model instead."
+                f"{adapter / CONFIG} has {option}={value!r:.200}, which can't be trained here: a "
+                "plain LoRA of one rank on linear layers can. Merge it into the base model instead."
             )
     targets = config.get("target_modules")
     try:

@@ -12,6 +12,7 @@ RatioLevel = Literal["token", "sequence"]
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling"]
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

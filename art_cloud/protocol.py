@@ -45,7 +45,7 @@ from pydantic import (
     SecretStr,
 )
 
-from .config import Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
+from .config import Count, Frozen, LoRAConfig, Retention, SFTConfig, StepNumber
 from .names import ModelName
 
 PROTOCOL = 1
@@ -247,8 +247,8 @@ class SFTRequest(Frozen):
 class LoggedTrajectory(Frozen):
     """`group` and `trajectory` count from 0 within the call; `samples` are places in its batch."""
 
-    group: NonNegativeInt
-    trajectory: NonNegativeInt
+    group: Count
+    trajectory: Count
     reward: FiniteFloat
     metrics: Metrics
     metadata: dict[str, Any]

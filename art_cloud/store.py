@@ -193,6 +193,7 @@ class FileStore:
         self.url = self.root.as_uri()
         with self._errors("open the store"):
             if create:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.blob_folder.mkdir(parents=True, exist_ok=True)
                 self._remove_abandoned()
             self._check_present()

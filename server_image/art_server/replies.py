@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -60,9 +60,11 @@ async def aside(content: Body, read: Callable[[Body], T]) -> T:
 
 
 def parse_json(body: Body) -> dict[str, Any]:
+    """Raises `InvalidRequestError` for what is no object, is nested too deep (about 200 levels) or
+    holds half of a surrogate pair, which is no text."""
     try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        parsed = from_json(body)
+    except ValueError as error:
         raise InvalidRequestError(f"The body is not JSON: {error}.") from None
     if not isinstance(parsed, dict):
         raise InvalidRequestError("The body is JSON, but not an object.")

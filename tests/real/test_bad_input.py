@@ -139,6 +139,71 @@ async def test_a_body_that_is_no_request(server: ServerProcess, body: bytes) -> 
     assert answer.json()["error"]["code"] == "invalid_request"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", '{"model": "M", "prompt": "\\ud800"}', "not JSON"),
+        (
+            "/v1/completions",
+            '{"model": "M", "prompt": "x", "temperature": 1e-320}',
+            "at least 0.01",
+        ),
+        ("/v1/completions", '{"model": "M", "prompt": "x", "n": %s}' % ("9" * 4400), "not JSON"),
+        ("/v1/completions", '{"model": "M", "prompt": %s}' % ("[" * 300 + "]" * 300), "not JSON"),
+        (
+            "/v1/chat/completions",
+            '{"model": "M", "messages": [{"role": "assistant", "tool_calls": '
+            '[{"function": {"name": "f", "arguments": "%s"}}]}]}' % ("[" * 5000),
+            "are not JSON",
+        ),
+        (
+            "/art/v1/models/M/log",
+            '{"split": "val", "step": 0, "metrics": {}, "trajectories": [{"group": BIG, '
+            '"trajectory": 0, "reward": 1, "metrics": {}, "metadata": {}, "messages": [], '
+            '"logs": [], "samples": []}]}'.replace("BIG", str(2**70)),
+            "trajectories.0.group",
+        ),
+        (
+            "/art/v1/models/M/log",
+            '{"split": "val", "step": %s, "metrics": {}}' % ("9" * 300),
+            "step",
+        ),
+        (
+            "/art/v1/models/M/fork",
+            '{"to_project": "p", "to_model": "m", "step": 9999999999}',
+            "step",
+        ),
+        ("/art/v1/models/M/checkpoints/" + "9" * 4400, None, "no number of a step"),
+        ("/art/v1/models/M/checkpoints/" + "9" * 300, None, "no number of a step"),
+        ("/art/v1/models/M/checkpoints/-1", None, "no number of a step"),
+    ],
+)
+async def test_odd_numbers_and_texts_are_the_clients_fault(
+    server: ServerProcess, model: art.TrainableModel, path: str, body: str | None, words: str
+) -> None:
+    name = str(model.full_name)
+    async with server.http() as http:
+        content = None if body is None else body.replace('"M"', f'"{name}"').encode()
+        answer = await http.request(
+            "DELETE" if body is None else "POST", path.replace("M", name), content=content
+        )
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", [7, [1], {"text": "x"}])
+async def test_examples_with_odd_content_are_named(
+    server: ServerProcess, model: art.TrainableModel, content: Any
+) -> None:
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "!"}]
+    async with server.http() as http:
+        job = await http.post(
+            f"/art/v1/models/{model.full_name}/sft", json={"examples": [{"messages": messages}]}
+        )
+        events = await http.get(f"/art/v1/jobs/{job.json()['id']}/events")
+    assert "Example 0: messages.content is" in events.text
+
+
 async def test_a_body_that_is_too_large(server: ServerProcess, backend: art.Backend) -> None:
     large = bytes(20 << 20)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,10 +13,10 @@ import pytest
 import torch
 from art_server.programs import Programs
 from art_server.runtime import Runtime, Settings
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-from art_cloud.adapter_folders import pull, push
+from art_cloud.adapter_folders import FREE, pull, push
 from art_cloud.checkpoints import Checkpoints
 from art_cloud.config import LoRAConfig
 from art_cloud.errors import ConfigError, ConflictError, CorruptBlobError
@@ -204,6 +205,29 @@ def test_what_can_not_be_trained_is_refused(
         push(steps, folder, base_model="tiny")
     assert steps.steps() == []
     assert list(steps.store.blobs()) == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [*sorted({field.name for field in fields(LoraConfig)} - FREE), "an_option_of_a_later_peft"],
+)
+def test_every_option_that_the_trainer_does_not_have_is_refused(
+    steps: Checkpoints, folder: Path, option: str
+) -> None:
+    edited(**{option: "pissa"})(folder)
+    with pytest.raises(ConfigError, match=f"has {option}='pissa', which can't be trained here"):
+        push(steps, folder, base_model="tiny")
+    assert steps.steps() == []
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian"])
+def test_what_peft_writes_for_a_plain_lora_is_taken(
+    steps: Checkpoints, folder: Path, init: bool | str
+) -> None:
+    plain = LoraConfig(r=1, init_lora_weights=init, task_type="CAUSAL_LM").to_dict()
+    kept = ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
+    edited(**{name: value for name, value in plain.items() if name not in kept})(folder)
+    assert push(steps, folder, base_model="tiny").step == 0
 
 
 def test_the_base_model_has_to_be_known(steps: Checkpoints, folder: Path) -> None:

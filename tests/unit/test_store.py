@@ -260,3 +260,16 @@ def test_errors_of_the_store_are_the_only_ones(store: FileStore) -> None:
         store.create("p/m/steps/000000.json", b"{}")
     with pytest.raises(StoreError):
         store.read("p/m")
+
+
+def test_a_new_folder_is_nobody_elses(tmp_path: Path) -> None:
+    """Whatever the umask; a folder that is there already stays as open as its owner has it."""
+    before = os.umask(0)
+    try:
+        FileStore(tmp_path / "new" / "store", create=True)
+        (tmp_path / "shared").mkdir()
+        FileStore(tmp_path / "shared", create=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o777

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from art_cloud.errors import ContextLengthError, InvalidRequestError
@@ -44,7 +44,15 @@ def render(
             tokenize=False,
             **variables,
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise InvalidRequestError(
             f"The model's chat template refuses the messages: {error}"
         ) from error
@@ -126,13 +134,17 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         plain["role"] = "system"
     plain["content"] = _text(plain.get("content") or "")
     if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = [_call(call) for call in calls]
+        plain["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
     return plain
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
+def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidRequestError(
+            f"messages.content is {content!r:.100}. It has to be text, or a list of parts."
+        )
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise InvalidRequestError(
@@ -141,14 +153,14 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError("messages.tool_calls: each call needs function.name.")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = from_json(arguments)
         except ValueError as error:
             raise InvalidRequestError(
                 f"messages.tool_calls: the arguments of {function['name']!r} are not JSON: {error}"
