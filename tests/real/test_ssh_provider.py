@@ -360,6 +360,7 @@ async def test_the_same_name_from_two_laptops_over_one_login(
     first, _ = Registry().claim("one", spec(box.asked))
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
     second, _ = Registry().claim("one", spec(box.asked))
+    Registry().claim("two", spec(box.asked))  # so that the host stays known
     await provider.launch(first.spec, "one")
     with pytest.raises(ConflictError, match=r"one runs on gpu-box .* by .*@.*name="):
         await provider.launch(second.spec, "one")
@@ -373,9 +374,7 @@ async def test_the_same_name_from_two_laptops_over_one_login(
     assert "Ended one." in await art_cloud("down", "one")  # its own, of which there is nothing
     [left] = await provider.list()
     assert left.identity == running.identity
-    default_hosts().write_text("gpu-box\n")
     await provider.terminate("one", only=lambda one: one.identity == "of another boot")
-    Registry().claim("two", spec(box.asked))  # so that the host is known
     found, _ = await sweep.look()
     assert [(one.name, one.kept is None) for one in found] == [("one", False), ("two", True)]
 
