@@ -42,6 +42,8 @@ class Receipt(Frozen):
     steps: NonNegativeInt | None = None
     tokens_trained: NonNegativeInt | None = None
     tokens_sampled: NonNegativeInt | None = None
+    stays_on: bool = False
+    """Whether the machine outlives its server: what it is rented for goes on."""
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -74,6 +76,8 @@ class Receipt(Frozen):
         if self.price_per_hour:
             cost = _between(*(f"${dollars:.2f}" for dollars in self.cost))
             parts.append(f"{cost} at ${self.price_per_hour:.2f} an hour")
+        if self.stays_on:
+            parts.append("and its machine is not switched off")
         if self.steps is None:
             return ", ".join([*parts, "what it did is not known: its server was never asked"])
         each = f" (${self.cost_per_step:.3f} each)" if self.cost_per_step else ""
@@ -149,4 +153,5 @@ def make_receipt(
         steps=usage.steps if usage else None,
         tokens_trained=usage.tokens_trained if usage else None,
         tokens_sampled=usage.tokens_sampled if usage else None,
+        stays_on=spec.provider == "ssh" and spec.options.get("on_end") != "poweroff",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
 
@@ -33,6 +34,9 @@ class Options(Frozen):
     min_memory_gb: PositiveFloat = 2.0
     price_per_hour: NonNegativeFloat = 0.0
     """US dollars that the machine costs you, for `budget` and for what is shown."""
+    on_end: Literal["stay", "poweroff"] = "stay"
+    """What the machine does once its server has ended, however it ended. A rented one that stays on
+    goes on costing."""
 
     def routes(self) -> list[SSHRoute]:
         config = str(Path(self.ssh_config).expanduser().resolve()) if self.ssh_config else None

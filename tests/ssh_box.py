@@ -24,6 +24,13 @@ class Box(Sshd):
         self.home.mkdir(parents=True)
         super().__init__(folder, f"SetEnv HOME={self.home} {' '.join(options)}")
 
+    def tool(self, name: str, script: str) -> None:
+        """A program that logins find before the machine's own."""
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+
     @property
     def asked(self) -> dict[str, Any]:
         """Of a cluster there."""

@@ -41,6 +41,8 @@ STOP_SECONDS = 90.0
 INSTALLED_BYTES = 10e9
 """What an environment takes, with torch for a GPU."""
 LOCK_POLL_SECONDS = 0.1
+POWEROFF_SECONDS = 60.0
+"""After the last server has ended: a server that takes its place is not switched off."""
 SKEW_SECONDS = 60.0
 """Above it, S3 servers begin to refuse signatures (at 5 to 15 minutes)."""
 
@@ -222,6 +224,8 @@ async def _launch(
         say(f"{host}: {describe(has)}")
         python = options.python or await _install(there, spec, has)
         arguments = [*(["--if-free"] if alone else []), "--by", whoami()]
+        if options.on_end == "poweroff":
+            arguments += ["--poweroff", f"{POWEROFF_SECONDS:g}"]
         arguments += [name, python, *spec.server_arguments(name)]
         secrets = json.dumps(spec.server_environment())
         try:
@@ -248,6 +252,12 @@ def _refuse_unfit(host: str, has: dict[str, Any], options: Options) -> None:
     if options.gpu and not any(options.gpu.lower() in name.lower() for name in names):
         why = has["gpu_problem"] or f"it has {', '.join(names) or 'none'}"
         raise ProviderError(f"{host} shows no GPU {options.gpu}: {why}.")
+    if options.on_end == "poweroff" and has["poweroff_problem"]:
+        raise ProviderError(
+            f"{host} can't be switched off by this user ({has['poweroff_problem']}), and "
+            'on_end="poweroff" asks for it. Allow it there without a password (a line of sudoers: '
+            "USER ALL=(root) NOPASSWD: /usr/sbin/poweroff), or leave on_end away."
+        )
     if options.python and has["art_cloud"] != __version__:
         raise ProviderError(
             f"{options.python} on {host} has art-cloud {has['art_cloud']}, and this is "

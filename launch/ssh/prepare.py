@@ -43,10 +43,24 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": int(memory["MemAvailable"].split()[0]) * 1024,
         "disk_bytes": shutil.disk_usage(ROOT if ROOT.exists() else Path.home()).free,
         "time": time.time(),
+        "poweroff_problem": _poweroff_problem(),
         "art_cloud": _version_of(options.python) if options.python else None,
         "environments": sorted(done.parent.name for done in (ROOT / "envs").glob("*/installed")),
         **_gpus(),
     }
+
+
+def _poweroff_problem() -> str | None:
+    """Why this user can't switch the machine off; None: it can."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    if shutil.which("poweroff", path=path) is None:
+        return "there is no poweroff"
+    if os.geteuid() == 0:
+        return None
+    if shutil.which("sudo") is None:
+        return "there is no sudo"
+    code, output = _output_of("sudo", "-n", "-l", "poweroff", PATH=path)
+    return f"sudo -n -l poweroff: {output or f'code {code}'}" if code else None
 
 
 def _version_of(python: str) -> str:

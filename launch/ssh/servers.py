@@ -49,6 +49,8 @@ ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
 KILL_SECONDS = 10.0
 LOG_LINES = 15
+POWER_OFF = ("poweroff",)
+WATCH_SECONDS = 2.0
 MARK = "ART_CLOUD_MARK"
 """A variable of the environment that a server and all that it starts have in common."""
 
@@ -115,7 +117,47 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         _write(folder / "session.json", json.dumps(session))
         while name not in servers() and process.poll() is None:
             time.sleep(POLL_SECONDS / 10)  # until others see it
+    if options.poweroff is not None:
+        power_off_after(folder, options.poweroff)
     return {"state": "started", "owner": owner}
+
+
+def power_off_after(folder: Path, seconds: float) -> None:
+    """Leave a process behind that switches the machine off once no server of this user has run on
+    it for so long."""
+    if os.fork():
+        return
+    os.setsid()
+    with (folder / "poweroff.log").open("ab") as log, open(os.devnull) as nothing:
+        for place, file in ((0, nothing), (1, log), (2, log)):
+            os.dup2(file.fileno(), place)
+    since = time.monotonic()
+    while time.monotonic() - since < seconds:
+        time.sleep(min(WATCH_SECONDS, seconds / 4))
+        if servers():
+            since = time.monotonic()
+    code, said = power(*POWER_OFF)
+    os.write(1, f"{' '.join(POWER_OFF)} ended with code {code}: {said}\n".encode())
+    os._exit(0)
+
+
+def power(*command: str) -> tuple[int, str]:
+    """The code and the output of a command that only root may use, asked for without a password."""
+    if os.geteuid():
+        command = ("sudo", "-n", *command)
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    try:
+        ended = subprocess.run(
+            command,
+            env={**os.environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    except OSError as error:
+        return 127, f"{error.filename}: {error.strerror}"
+    return ended.returncode, ended.stdout.decode(errors="replace").strip()
 
 
 def endpoint(options: argparse.Namespace) -> dict[str, Any]:
@@ -345,6 +387,7 @@ def main() -> None:
 
     starting = command(start, "name")
     starting.add_argument("--if-free", action="store_true", help="only where no other server runs")
+    starting.add_argument("--poweroff", type=float, metavar="SECONDS", help="after the last server")
     starting.add_argument("--by", default="somebody", help="who starts it, for others to read")
     starting.add_argument("python")
     starting.add_argument("arguments", nargs=argparse.REMAINDER)

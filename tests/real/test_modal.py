@@ -20,9 +20,9 @@ import art_cloud as art
 from art_cloud import fleet, sweep
 from art_cloud.doctor import examine
 from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
-from art_cloud.providers import CAP_SECONDS, ClusterSpec, Offer, get_provider
-from art_cloud.providers.modal import CREATED, TAG
-from art_cloud.providers.modal_options import Options
+from art_cloud.providers import CAP_SECONDS, ClusterSpec, Instance, Offer, get_provider
+from art_cloud.providers.modal import CREATED, TAG, ModalProvider
+from art_cloud.providers.modal_options import Options, owner_tags
 from art_cloud.registry import Registry
 from art_cloud.wheel import source
 
@@ -34,6 +34,7 @@ NAME = "agent"
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalPlane]:
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sweep, "PATIENCE_SECONDS", 1.0)
     with modal_plane(tmp_path, monkeypatch) as plane:
         yield plane
         assert plane.running == []
@@ -60,7 +61,7 @@ async def test_from_up_to_down(plane: ModalPlane, tiny_model: Path, tmp_path: Pa
             assert again.url == backend.url
         [found] = await fleet.status()
         assert (found.name, found.provider, found.state) == (NAME, "modal", "running")
-        assert found.detail == sandbox.id
+        assert found.detail.startswith(f"{sandbox.id}, by ")
         lines = [line async for line in fleet.logs(NAME)]
         assert any("listens on" in line for line in lines)
         assert backend._token not in "\n".join([*lines, *sandbox.definition.entrypoint_args])
@@ -105,6 +106,66 @@ async def test_a_sandbox_ends_from_outside_soon_after_budget_and_deadline(
     [sandbox] = plane.running
     assert most - 60 < sandbox.definition.timeout_secs <= most
     await provider.terminate(NAME)
+
+
+@pytest.mark.parametrize("options", [{}, {"serverless": True}])
+async def test_two_people_with_one_default_name(
+    plane: ModalPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The second one looked before there was anything, and comes to start it a moment later."""
+    provider = get_provider("modal")
+    options = {"gpu": "H100", **options}
+    mine, _ = Registry().claim(NAME, spec().model_copy(update={"options": options}))
+    await provider.launch(mine.spec, NAME)
+    [running] = await provider.list()
+    assert running.owner == mine.spec.owner
+    secrets = dict(plane.control.environments)
+
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another-laptop"))
+    with monkeypatch.context() as before:
+        before.setattr(ModalProvider, "list", _nothing)
+        with pytest.raises(ConflictError, match=r"started from elsewhere, by .*-at-.*name="):
+            await art.up("modal", name=NAME, store=tmp_path.as_uri(), **options)
+    assert Registry().list() == []
+    assert [one.identity for one in await provider.list()] == [running.identity]
+    assert dict(plane.control.environments) == secrets
+
+    theirs, _ = Registry().claim(NAME, mine.spec)
+    await fleet.end(theirs, ask=False)
+    await provider.terminate(NAME, only=lambda one: one.identity == "another")
+    assert [one.identity for one in await provider.list()] == [running.identity]
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    await fleet.down(NAME)
+    assert await provider.list() == []
+
+
+async def _nothing(self: ModalProvider) -> list[Instance]:
+    return []
+
+
+async def test_one_that_still_starts_is_not_swept_from_another_laptop(
+    plane: ModalPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = get_provider("modal")
+    app = await modal.App.lookup.aio("art-cloud", create_if_missing=True)
+    await modal.Sandbox.create.aio(
+        *("sleep", "600"),
+        app=app,
+        name=NAME,
+        tags={TAG: NAME, CREATED: datetime.now(UTC).isoformat(), **owner_tags(spec())},
+        gpu="T4",
+        encrypted_ports=[8321],
+        readiness_probe=modal.Probe.with_exec("false"),
+    )
+    [starting] = await provider.list()
+    assert starting.state == "starting"
+    [found], _ = await sweep.look()
+    assert (found.kept or "").startswith("it was started")
+    monkeypatch.setattr(sweep, "LAUNCH_SECONDS", 0.0)
+    [found], _ = await sweep.look()
+    assert found.kept is None
+    await sweep.end([found])
+    assert await provider.list() == []
 
 
 async def test_its_app_is_stopped_from_outside(plane: ModalPlane) -> None:

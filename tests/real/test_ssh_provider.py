@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from typer.testing import CliRunner
 
 import art_cloud as art
-from art_cloud import fleet
+from art_cloud import fleet, sweep
 from art_cloud.cli import app
 from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
-from art_cloud.providers import get_provider
+from art_cloud.processes import identity_of
+from art_cloud.providers import get_provider, ssh
 from art_cloud.registry import Registry
 from art_cloud.ssh_hosts import Options, default_hosts
 from art_cloud.ssh_login import login
@@ -36,6 +38,7 @@ from ..waiting import until
 pytestmark = needs_sshd
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch" / "ssh"
+BOOT = identity_of(os.getpid())
 
 
 @pytest.fixture(autouse=True)
@@ -356,6 +359,129 @@ async def test_a_call_that_is_given_up_is_not_waited_for(box: Box) -> None:
         for process in box.processes():
             process.kill()
             process.wait(10)
+
+
+# ---------------------------------------------------------------- whose it is, and its end
+
+
+async def test_the_same_name_from_two_laptops_over_one_login(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that one of them does touches what the other has, if nobody says so."""
+    provider = get_provider("ssh")
+    first, _ = Registry().claim("one", spec(box.asked))
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
+    second, _ = Registry().claim("one", spec(box.asked))
+    Registry().claim("two", spec(box.asked))  # so that the host stays known
+    await provider.launch(first.spec, "one")
+    with pytest.raises(ConflictError, match=r"one runs on gpu-box .* by .*@.*name="):
+        await provider.launch(second.spec, "one")
+
+    [running] = await provider.list()
+    assert running.owner == first.spec.owner
+    shown = [(one.recorded, one.state) for one in await fleet.status("one")]
+    assert shown == [(True, "stopped"), (False, "starting")]
+    await provider.terminate("one", only=second.has)
+    assert await provider.list()
+    assert "Ended one." in await art_cloud("down", "one")  # its own, of which there is nothing
+    [left] = await provider.list()
+    assert left.identity == running.identity
+    await provider.terminate("one", only=lambda one: one.identity == "of another boot")
+    found, _ = await sweep.look()
+    assert [(one.name, one.kept is None) for one in found] == [("one", False), ("two", True)]
+
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+    await fleet.down("one")
+    assert await provider.list() == []
+
+
+async def test_a_stale_file_of_another_boot_makes_nobody_elses_processes_ours(box: Box) -> None:
+    async with login(box.route) as there:
+        stranger = await asyncio.create_subprocess_exec(
+            *("bash", "-c", "sleep 3000 & echo $!"),
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert stranger.stdout is not None
+        child = psutil.Process(int(await stranger.stdout.readline()))
+        await stranger.wait()
+        folder = box.home / ".art-cloud" / "clusters" / "gone"
+        folder.mkdir(parents=True)
+        assert BOOT is not None
+        boot = BOOT.partition("/")[0]
+        wrote = {"owner": "o", "mark": "m", "session": stranger.pid, "boot": boot}
+        (folder / "session.json").write_text(json.dumps(wrote))
+        try:
+            assert await there.run("servers.py", "list") == {"servers": [], "logs": []}
+            assert await there.run("servers.py", "stop", "gone") == {"ended": False}
+            assert child.is_running()
+        finally:
+            child.kill()
+
+
+async def test_one_that_cannot_be_asked_is_no_ghost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Box(tmp_path / "box")
+    box.options = (*box.options, "AllowTcpForwarding no")
+    with empty_at_the_end(box):
+        provider = get_provider("ssh")
+        record, _ = Registry().claim("one", spec(box.asked))
+        await provider.launch(record.spec, "one")
+        await provider.endpoint("one")
+        monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
+        Registry().claim("two", spec(box.asked))
+        found, _ = await sweep.look()
+        kept = {one.name: one.kept for one in found}
+        assert "it can't be asked: gpu-box does not let this user forward ports" in (
+            kept["one"] or ""
+        )
+        monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
+        await provider.terminate("one")
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+async def test_a_box_is_switched_off_when_its_last_server_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(ssh, "POWEROFF_SECONDS", 3.0)
+    folder, done = tmp_path / "box", tmp_path / "off"
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    with empty_at_the_end(Box(folder, f"PATH={path}")) as box:
+        box.tool("poweroff", f'echo "$0" >> {done}')
+        box.tool("sudo", 'shift; if [ "$1" != -l ]; then exec "$@"; fi')
+        asked = {**box.asked, "on_end": "poweroff", "price_per_hour": 1.0}
+        records = {}
+        for name in ("one", "two"):
+            records[name], _ = Registry().claim(name, spec(asked))
+            await get_provider("ssh").launch(records[name].spec, name)
+        receipt = await fleet.end(records["one"], ask=False)
+        assert "not switched off" not in receipt.summary
+        [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
+        await asyncio.sleep(6)
+        assert not done.exists()  # another server is in use there
+        if how == "killed":
+            os.killpg(server.pid, signal.SIGKILL)
+        else:
+            await get_provider("ssh").terminate("two")
+        await until(done.exists)
+        await until(lambda: box.processes() == [])
+
+
+async def test_a_box_that_this_user_may_not_switch_off_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "box"
+    with empty_at_the_end(Box(folder, f"PATH={folder / 'bin'}")) as box:
+        folder.joinpath("bin").mkdir()
+        folder.joinpath("bin", "python3").symlink_to(sys.executable)
+        async with login(box.route) as there:
+            has = await there.run("prepare.py", "check")
+        assert has["poweroff_problem"] in (None, "there is no poweroff", "there is no sudo")
+        with pytest.raises(ProviderError, match=r"can't be switched off .*on_end"):
+            ssh._refuse_unfit(
+                "gpu-box", {**has, "poweroff_problem": "no"}, Options(on_end="poweroff")
+            )
+    with pytest.raises(ConfigError, match="on_end"):
+        await get_provider("ssh").offers(spec({"host": "gpu-box", "on_end": "explode"}))
 
 
 # ---------------------------------------------------------------- what the pages say

@@ -20,7 +20,7 @@ from art_cloud.cli import app
 from art_cloud.cluster import store_url
 from art_cloud.errors import ConfigError
 from art_cloud.providers import ClusterSpec, get_provider, local
-from art_cloud.registry import Registry
+from art_cloud.registry import Registry, Use
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,64 @@ async def test_what_is_not_recorded_is_found_and_judged_by_its_answer(cluster_ho
     stray.send_signal(signal.SIGSTOP)
     assert await swept() == {"ended": ["stray"], "kept": []}
     assert await stray.wait() == -signal.SIGKILL
+
+
+async def test_another_that_took_the_name_while_the_question_stood_open_is_left() -> None:
+    provider = get_provider("local")
+    await start_and_forget("lost")
+    found, _ = await sweep.look()
+    assert [one.kept for one in found] == [None]
+    await fleet.down("lost")
+    async with art.up("local", name="lost") as backend:
+        judged, failures = await sweep.end(found)
+        assert [one.kept for one in judged] == ["it is another one by now"]
+        assert failures == []
+        assert (await backend.info()).version == art.__version__
+    assert await provider.list() == []
+    judged, _ = await sweep.end(found)
+    assert [one.kept for one in judged] == ["it has ended meanwhile"]
+
+
+async def test_one_that_is_used_by_now_is_left() -> None:
+    await start_and_forget("lost")
+    found, _ = await sweep.look()
+    use = Use("lost")
+    judged, _ = await sweep.end(found)
+    assert [one.kept for one in judged] == ["a program of this machine uses it"]
+    use.end()
+    judged, _ = await sweep.end(found)
+    assert [one.kept for one in judged] == [None]
+    assert await get_provider("local").list() == []
+
+
+async def test_a_full_disk_keeps_nothing_running(cluster_home: Path) -> None:
+    for name in ("one", "two"):
+        await start_and_forget(name)
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "from art_cloud.cli import main; main()"
+    )
+
+    async def on_a_full_disk(*arguments: str) -> tuple[int | None, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        said, errors = await process.communicate()
+        return process.returncode, said.decode(), " ".join(errors.decode().split())
+
+    code, said, _ = await on_a_full_disk("status", "--json")
+    assert (code, [one["name"] for one in json.loads(said)]) == (0, ["one", "two"])
+    code, _, errors = await on_a_full_disk("down", "one")
+    assert code == 1
+    assert "one is ended, but stays on the list of clusters" in errors
+    assert [one.name for one in await get_provider("local").list()] == ["two"]
+    code, _, errors = await on_a_full_disk("sweep", "--yes")
+    assert code == 1
+    assert "two is ended, but stays on the list of clusters" in errors
+    assert await get_provider("local").list() == []
+    assert sorted((await swept())["ended"]) == ["one", "two"]
 
 
 async def test_a_record_of_nothing_is_cleared() -> None:
