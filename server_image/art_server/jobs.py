@@ -68,9 +68,13 @@ CREATE TABLE IF NOT EXISTS events (
 """
 MOST_KILLED = 3
 """How often the server may be killed in the middle of a job."""
-LEFT, KILLED, TRAINED = "left", "killed", "trained"
-"""Marks in the events of a job that a server did not settle: it left it, was killed, or had the
-training behind it, so that what ended it then was not the call."""
+LEFT = "left"
+"""Marks the event by which a server in good order left a job to the next one."""
+KILLED = "killed"
+"""Marks the event by which a server notes that the one before it ended during a job."""
+TRAINED = "trained"
+"""Marks the event after which a job is through with training: what ends the server from then on is
+not the call."""
 
 
 class Totals(NamedTuple):
