@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import distribution
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -19,8 +20,9 @@ from ._version import __version__
 from .errors import ConfigError
 from .registry import home
 
+PACKAGE = Path(str(files("art_cloud")))
 LAUNCH = next(
-    folder for above in Path(__file__).parents[:2] if (folder := above / "launch").is_dir()
+    folder for above in (PACKAGE, PACKAGE.parent) if (folder := above / "launch").is_dir()
 )
 """What other machines run and pin: in a wheel inside of this package, in a checkout beside it."""
 
@@ -92,9 +94,8 @@ def _checkout() -> Path | None:
 
 
 def _is_copy_of(folder: Path) -> bool:
-    here = Path(__file__).parent
-    sources = (path for path in here.rglob("*.py") if LAUNCH not in path.parents)
-    twins = ((path, folder / here.name / path.relative_to(here)) for path in sources)
+    sources = (path for path in PACKAGE.rglob("*.py") if LAUNCH not in path.parents)
+    twins = ((path, folder / PACKAGE.name / path.relative_to(PACKAGE)) for path in sources)
     return all(twin.is_file() and filecmp.cmp(path, twin, shallow=False) for path, twin in twins)
 
 
