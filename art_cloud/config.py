@@ -15,6 +15,8 @@ PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importa
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Moderate = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
+"""Beyond, float32 overflows in what it is multiplied with."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -71,21 +73,21 @@ PRESETS: dict[PolicyLoss, LossOptions] = {
 class TrainConfig(Frozen):
     """One GRPO step. An option left at None takes the value that the paper of `loss` gives."""
 
-    learning_rate: FiniteFloat = Field(5e-6, ge=0)
+    learning_rate: Moderate = 5e-6
     loss: PolicyLoss = "grpo"
     scale_rewards: RewardScale | None = None
     normalization: Normalization | None = None
     fixed_length: PositiveInt | None = None
     """Tokens that "fixed" normalization divides by, for each trajectory."""
     ratio_level: RatioLevel | None = None
-    epsilon_low: FiniteFloat | None = Field(None, ge=0)
-    epsilon_high: FiniteFloat | None = Field(None, ge=0)
-    kl_coef: FiniteFloat = Field(0.0, ge=0)
+    epsilon_low: Moderate | None = None
+    epsilon_high: Moderate | None = None
+    kl_coef: Moderate = 0.0
     """Weight of the KL penalty to the reference, the k3 estimator of arXiv:2402.03300, eq. 4."""
     kl_reference_step: StepNumber | None = None
     """Step of this model that the penalty pulls towards; None: the base model."""
-    max_grad_norm: FiniteFloat = Field(1.0, gt=0)
-    weight_decay: FiniteFloat = Field(0.0, ge=0)
+    max_grad_norm: FiniteFloat = Field(1.0, gt=0, le=1e30)
+    weight_decay: Moderate = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     masked_samples: Literal["refuse", "skip"] = "refuse"
     """What becomes of samples that a grammar or a forced tool had a say in (`Sample.masked`). Their
@@ -111,13 +113,13 @@ class TrainConfig(Frozen):
 class SFTConfig(Frozen):
     """Supervised fine-tuning on the assistant's messages. One call is one step of the model."""
 
-    learning_rate: FiniteFloat = Field(1e-4, ge=0)
+    learning_rate: Moderate = 1e-4
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_ratio: FiniteFloat = Field(0.0, ge=0, le=1)
     batch_size: PositiveInt = 16
     epochs: int = Field(1, ge=1, le=10_000)
-    max_grad_norm: FiniteFloat = Field(1.0, gt=0)
-    weight_decay: FiniteFloat = Field(0.0, ge=0)
+    max_grad_norm: FiniteFloat = Field(1.0, gt=0, le=1e30)
+    weight_decay: Moderate = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     seed: Seed = 0
     """Of the order in which the examples are seen."""
