@@ -323,9 +323,10 @@ async def test_one_that_ignores_the_signal_is_killed(box: Box) -> None:
     assert await provider.list() == []
 
 
+@pytest.mark.slow
 async def test_one_that_is_suspended_for_good_ends_by_its_deadline(box: Box) -> None:
     provider = get_provider("ssh")
-    await provider.launch(spec(box).model_copy(update={"deadline": 30.0}), "one")
+    await provider.launch(spec(box.asked).model_copy(update={"deadline": 60.0}), "one")
     await provider.endpoint("one")
     [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
     server.suspend()
