@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ from art_cloud.wire import encode_batch
 
 from ..server_process import ServerProcess
 from ..synthetic import batch
-from ..waiting import wait_until
+from ..waiting import until, wait_until
 
 MODEL = ModelName("limits", "agent")
 PATH = f"models/{MODEL}"
@@ -144,6 +145,7 @@ async def test_a_step_longer_than_the_lease_is_made_though_nobody_waits(
     assert Checkpoints(open_store(str(server.store)), MODEL).steps() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "code", "says"),
     [
@@ -287,6 +289,24 @@ async def test_a_server_that_is_stopped_for_good_ends(tmp_path: Path) -> None:
     )
 
 
+async def test_a_stopped_server_ends_as_the_first_process_of_a_container_too(
+    tmp_path: Path,
+) -> None:
+    """Which nothing within the container can kill."""
+    state = tmp_path / "state"
+    container = await asyncio.create_subprocess_exec(
+        *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
+        *(sys.executable, "-m", "art_server", *STALL),
+        *("--state", str(state), "--store", str(tmp_path / "store")),
+        env=os.environ | {"ART_CLOUD_TOKEN": "t"},
+    )
+    await until((state / "endpoint.json").exists)
+    [first] = psutil.Process(container.pid).children()
+    [server] = first.children()
+    server.suspend()
+    assert await container.wait() == 128 + signal.SIGKILL
+
+
 async def test_an_event_loop_that_hangs_ends_the_server(tmp_path: Path, tiny_model: Path) -> None:
     server = ServerProcess(tmp_path, *STALL)
     server.prepare = _hanging_loop
@@ -330,6 +350,7 @@ async def test_an_engine_that_hangs_ends_the_server(tmp_path: Path, tiny_model: 
     assert "what is sampled has not moved for" in server.output
 
 
+@pytest.mark.slow
 async def test_what_moves_may_take_longer_than_what_stalls(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -243,7 +243,7 @@ async def test_what_ignores_the_signal_is_killed_with_all_that_it_started(
     ("limits", "says"),
     [
         (["--stall", "5"], "its event loop has not moved for 5 s"),
-        (["--deadline", "20"], "its money or its time is up"),
+        pytest.param(["--deadline", "60"], "its money or its time is up", marks=pytest.mark.slow),
     ],
 )
 async def test_one_that_is_suspended_for_good_ends_with_all_that_it_started(

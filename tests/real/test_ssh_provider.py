@@ -320,16 +320,18 @@ async def test_one_that_ignores_the_signal_is_killed(box: Box) -> None:
     record, _ = Registry().claim("one", spec(box.asked))
     provider = get_provider("ssh")
     await provider.launch(record.spec, "one")
-    [server] = box.processes()
+    [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
     server.suspend()
     async with login(box.route) as there:
         assert await there.run("servers.py", "stop", "one", "--grace", "0.2") == {"ended": True}
     assert await provider.list() == []
 
 
+@pytest.mark.slow
 async def test_one_that_is_suspended_for_good_ends_by_its_deadline(box: Box) -> None:
+    record, _ = Registry().claim("one", spec(box.asked, deadline=60.0))
     provider = get_provider("ssh")
-    await provider.launch(spec(box).model_copy(update={"deadline": 30.0}), "one")
+    await provider.launch(record.spec, "one")
     await provider.endpoint("one")
     [server] = [one for one in box.processes() if "art_server" in one.cmdline()]
     server.suspend()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from art_cloud.names import ModelName
 
 from ..server_process import TOKEN, ServerProcess
@@ -60,6 +62,7 @@ async def seen(client: socket.socket) -> None:
     await asyncio.to_thread(client.recv, 1, socket.MSG_PEEK)
 
 
+@pytest.mark.slow
 async def test_a_stream_that_nobody_reads_holds_neither_the_trainer_nor_the_lease(
     tmp_path: Path, tiny_model: Path
 ) -> None:
