@@ -296,7 +296,7 @@ async def test_a_stale_file_makes_nobody_elses_processes_ours(cluster_home: Path
     """A server was killed, or lost in a reboot; its id is now that of a stranger's session, whose
     leader has gone, as of `nohup x &` in a terminal that was closed."""
     stranger = await asyncio.create_subprocess_exec(
-        *("bash", "-c", "sleep 3000 & echo $!"),
+        *("bash", "-c", "sleep 3000 > /dev/null & echo $!"),
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
     )

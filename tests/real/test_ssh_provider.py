@@ -400,7 +400,7 @@ async def test_the_same_name_from_two_laptops_over_one_login(
 async def test_a_stale_file_of_another_boot_makes_nobody_elses_processes_ours(box: Box) -> None:
     async with login(box.route) as there:
         stranger = await asyncio.create_subprocess_exec(
-            *("bash", "-c", "sleep 3000 & echo $!"),
+            *("bash", "-c", "sleep 3000 > /dev/null & echo $!"),
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

@@ -139,7 +139,9 @@ async def test_one_that_is_used_by_now_is_left() -> None:
 async def test_a_full_disk_keeps_nothing_running(cluster_home: Path) -> None:
     for name in ("one", "two"):
         await start_and_forget(name)
+        psutil.Process(await pid_of(name)).suspend()  # so that it never comes to listen
     program = (
+        "from art_cloud.providers import local; local.ENDING_SECONDS = 1\n"
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "from art_cloud.cli import main; main()"
     )
