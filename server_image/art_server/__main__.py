@@ -39,7 +39,7 @@ from .watchdog import BEAT_SECONDS, LOG_FORMAT, STALL_SECONDS, Watchdog, serve_i
 
 if TYPE_CHECKING:
     from .jobs import Jobs, Journal
-    from .runtime import Runtime
+    from .runtime import Runtime, Settings
 
 log = logging.getLogger("art_server")
 
@@ -243,6 +243,23 @@ def limits_of(options: argparse.Namespace) -> Limits:
     )
 
 
+def settings_of(options: argparse.Namespace, name: str) -> Settings:
+    """Makes the folder of the server's state."""
+    from .runtime import Settings
+
+    home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
+    return Settings(
+        state=make_state_folder(options.state or home / "servers" / name),
+        store=options.store or (home / "store").as_uri(),
+        engine=options.engine,
+        vllm_python=options.vllm_python,
+        placement=options.placement,
+        name=name,
+        durability=options.durability,
+        read_only=options.read_only,
+    )
+
+
 def seconds_spent(options: argparse.Namespace) -> float:
     """For which the machine, or those before it, was paid for already."""
     by_this_clock = 0.0 if options.launched is None else time.time() - options.launched
@@ -264,26 +281,13 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     from .app import make_app
     from .jobs import Jobs
     from .programs import Programs
-    from .runtime import Runtime, Settings
-
-    home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
-    state = make_state_folder(options.state or home / "servers" / name)
-    store = options.store or (home / "store").as_uri()
+    from .runtime import Runtime
 
     stop = asyncio.Event()
+    settings = settings_of(options, name)
+    state = settings.state
     journal = open_journal(state, read_only=options.read_only)  # first: it keeps others out
-    runtime = Runtime(
-        Settings(
-            state=state,
-            store=store,
-            engine=options.engine,
-            vllm_python=options.vllm_python,
-            placement=options.placement,
-            name=name,
-            durability=options.durability,
-            read_only=options.read_only,
-        )
-    )
+    runtime = Runtime(settings)
     programs = Programs(runtime, options.max_body << 20)
     jobs = Jobs(journal, programs.by_kind())
     programs.publisher.note_stored, commits = jobs.note_stored, programs.publisher.commits
