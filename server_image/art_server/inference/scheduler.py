@@ -113,7 +113,7 @@ class Scheduler(threading.Thread):
             raise self.ended.with_traceback(None)
 
     def stats(self) -> EngineStats:
-        """As of the beginning or the end of the newest step."""
+        """As of the beginning of the newest step, or of its end."""
         return self._stats
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -131,7 +131,6 @@ class Scheduler(threading.Thread):
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_commands(wait=not (self._rows or self._waiting))
-                    self._publish()  # what runs is known though a step takes long, or hangs
                     self._step()
                     self._publish()
                     self._deliver()
@@ -167,7 +166,9 @@ class Scheduler(threading.Thread):
         self._drop(lambda row: row.generation.cancelled)
         if any(g.cancelled for g in self._waiting):
             self._waiting = deque(g for g in self._waiting if not g.cancelled)
-        if joining := self._admit():
+        joining = self._admit()
+        self._publish(joining)  # what runs is known though a step takes long, or hangs
+        if joining:
             try:
                 self._prefill(joining)
             except Exception as cause:
@@ -332,11 +333,12 @@ class Scheduler(threading.Thread):
     def _fail(self, generations: set[Generation], error: ArtCloudError) -> None:
         self._outbox += [(generation, error) for generation in generations]
 
-    def _publish(self) -> None:
+    def _publish(self, joining: Sequence[Generation] = ()) -> None:
+        running = len(self._rows) + sum(generation.choices for generation in joining)
         waiting = sum(generation.choices for generation in self._waiting)
         tokens = self._tokens_generated
         moved = tokens + self._commands_done
-        self._stats = EngineStats(len(self._rows), waiting, tokens, self._reason, moved)
+        self._stats = EngineStats(running, waiting, tokens, self._reason, moved)
 
     def _deliver(self) -> None:
         if not self._outbox:
