@@ -5,7 +5,7 @@ The public names are listed in `__init__.pyi`; each is imported when it is first
 
 import lazy_loader
 
-from ._version import __version__
+from .shared.version import __version__
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 __all__ += ["__version__"]

@@ -1,11 +1,28 @@
-from ._version import __version__
-from .agent import run_agent
-from .auto_rl import AutoResult, auto
+from .agents.agent import run_agent
+from .agents.mcp import MCPServer
+from .agents.tools import FunctionTools
 from .backend import Backend, TrainResult
-from .cluster import connect, up
-from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
-from .dataset import DatasetBatch, iterate_dataset
-from .errors import (
+from .client.checkpoints import ModelCheckpoints
+from .clusters.up import connect, up
+from .model import Model, TrainableModel
+from .pipeline import PipelineTrainer
+from .rewards.auto_rl import AutoResult, auto
+from .rewards.ruler import TrajectoryScore, ruler, ruler_score_group
+from .rewards.scenarios import Scenario, generate_scenarios, load_scenarios, save_scenarios
+from .rollouts.dataset import DatasetBatch, iterate_dataset
+from .rollouts.gather import gather_trajectories, gather_trajectory_groups
+from .rollouts.group import TrajectoryGroup
+from .rollouts.recording import RecordedTrajectory
+from .rollouts.trajectory import (
+    History,
+    Messages,
+    MessagesAndChoices,
+    RolloutFailure,
+    Tools,
+    Trajectory,
+)
+from .shared.config import LoRAConfig, Retention, SFTConfig, TrainConfig
+from .shared.errors import (
     AnswerError,
     ArtCloudError,
     AuthError,
@@ -38,25 +55,8 @@ from .errors import (
     UntrainableError,
     VersionMismatchError,
 )
-from .mcp import MCPServer
-from .model import Model, TrainableModel
-from .model_checkpoints import ModelCheckpoints
-from .pipeline import PipelineTrainer
-from .protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
-from .recording import RecordedTrajectory
-from .rewards import TrajectoryScore, ruler, ruler_score_group
-from .rollout import gather_trajectories, gather_trajectory_groups
-from .scenarios import Scenario, generate_scenarios, load_scenarios, save_scenarios
-from .tools import FunctionTools
-from .trajectory import (
-    History,
-    Messages,
-    MessagesAndChoices,
-    RolloutFailure,
-    Tools,
-    Trajectory,
-    TrajectoryGroup,
-)
+from .shared.protocol import CheckpointInfo, ModelInfo, Sample, ServerInfo
+from .shared.version import __version__
 
 __all__ = [
     "AnswerError",

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from ._version import __version__
-from .batch import as_groups, logged_trajectories, make_batch, mean_metrics, reward_metrics
-from .calls import Calls
-from .config import Frozen, SFTConfig, TrainConfig
-from .errors import (
-    ConfigError,
-    VersionMismatchError,
-)
-from .http import Address, ServerClient, complaint, is_loopback, parse, path_of
-from .model_checkpoints import ModelCheckpoints
-from .names import whole_path
-from .progress import say
-from .protocol import (
+from .client.calls import Calls
+from .client.checkpoints import ModelCheckpoints
+from .client.http import Address, ServerClient, parse, path_of
+from .rollouts.batch import as_groups, logged_trajectories, make_batch, mean_metrics, reward_metrics
+from .rollouts.group import TrajectoryGroup
+from .rollouts.recording import RecordedTrajectory, record
+from .rollouts.trajectory import Messages, Trajectory
+from .shared.config import Frozen, SFTConfig, TrainConfig
+from .shared.errors import ConfigError, VersionMismatchError
+from .shared.names import whole_path
+from .shared.progress import say
+from .shared.protocol import (
     PROTOCOL,
     LogRequest,
     Metrics,
@@ -33,15 +32,16 @@ from .protocol import (
     SFTRequest,
     StepResult,
 )
-from .recording import RecordedTrajectory, record
-from .trackers import Run, Trackers, run_id, wanted
-from .trajectory import Messages, Trajectory, TrajectoryGroup
-from .wire import encode_batch
+from .shared.validation import complaint, is_loopback
+from .shared.version import __version__
+from .shared.wire import encode_batch
+from .trackers.feeds import Trackers, wanted
+from .trackers.tracker import Run, run_id
 
 if TYPE_CHECKING:
+    from .links.tunnel import Tunnel
     from .model import Model, TrainableModel
-    from .trackers import TrackerName
-    from .tunnel import Tunnel
+    from .trackers.tracker import TrackerName
 
 C = TypeVar("C", bound=Frozen)
 TrainResult: TypeAlias = StepResult

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any, Generic
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from typing_extensions import TypeVar
 
-from .config import LoRAConfig, Retention, SFTConfig, TrainConfig
-from .errors import ConfigError
-from .http import is_loopback
-from .names import ModelName
-from .trackers import TrackerName
+from .shared.config import LoRAConfig, Retention, SFTConfig, TrainConfig
+from .shared.errors import ConfigError
+from .shared.names import ModelName
+from .shared.validation import is_loopback
+from .trackers.tracker import TrackerName
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
     from .backend import Backend, TrainResult
-    from .recording import RecordedTrajectory
-    from .trajectory import Messages, Trajectory, TrajectoryGroup
+    from .rollouts.group import TrajectoryGroup
+    from .rollouts.recording import RecordedTrajectory
+    from .rollouts.trajectory import Messages, Trajectory
 
 ConfigT = TypeVar("ConfigT", default=Any)
 
@@ -148,7 +149,7 @@ class Model(BaseModel, Generic[ConfigT]):
     def _make_client(self) -> AsyncOpenAI:
         import openai
 
-        from .openai_http import http_client
+        from .client.openai_http import http_client
 
         if self.inference_base_url is None or self.inference_api_key is None:
             raise ConfigError(

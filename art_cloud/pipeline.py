@@ -20,14 +20,16 @@ from statistics import fmean
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from .backend import Backend, TrainResult
-from .batch import reward_metrics
-from .config import TrainConfig
-from .errors import ConfigError
 from .model import TrainableModel
-from .names import PolicyName
-from .progress import Bar, progress
-from .rollout import Gathering, gather_one
-from .trajectory import Trajectory, TrajectoryGroup
+from .rollouts.batch import reward_metrics
+from .rollouts.gather import gather_one
+from .rollouts.group import TrajectoryGroup
+from .rollouts.running import Gathering
+from .rollouts.trajectory import Trajectory
+from .shared.config import TrainConfig
+from .shared.errors import ConfigError
+from .shared.names import PolicyName
+from .shared.progress import Bar, progress
 
 S = TypeVar("S")
 RolloutFn: TypeAlias = Callable[[TrainableModel[Any], S], Awaitable[TrajectoryGroup]]

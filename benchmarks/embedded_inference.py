@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import art_cloud as art
-from art_cloud.config import LoRAConfig
+from art_cloud.shared.config import LoRAConfig
 
 REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS = 32, 64, 128
 ROUNDS = 5

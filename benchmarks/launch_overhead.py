@@ -35,7 +35,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def ours(model: Path, store: Path) -> float:
     """Seconds until `up` has sampled its token."""
-    art_cloud = [sys.executable, "-c", "from art_cloud.cli import main; main()"]
+    art_cloud = [sys.executable, "-c", "from art_cloud.cli.main import main; main()"]
     options = ["gpu=H100", "cloud=slurm", f"python={sys.executable}"]
     started = time.perf_counter()
     subprocess.run(

@@ -27,10 +27,10 @@ from harness import report
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.config import LoRAConfig
-from art_cloud.names import ModelName
-from art_cloud.store import open_store
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 from tests.fault_proxy import FaultProxy
 from tests.s3_servers import S3Server, swift_server
 

@@ -29,16 +29,16 @@ from harness import report
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
 from art_server.tiny_model import make_tiny_model
 
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.config import LoRAConfig
-from art_cloud.names import ModelName
-from art_cloud.protocol import Durability, JobInfo, JobKind, RegisterRequest
-from art_cloud.store import Blob
-from art_cloud.wire import encode_batch
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import Durability, JobInfo, JobKind, RegisterRequest
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.base import Blob
+from art_cloud.store.checkpoints import Checkpoints, Manifest
 from tests.s3_servers import S3Server, moto_server
 from tests.synthetic import batch
 

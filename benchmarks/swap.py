@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from vllm_server import Servers, StockVllm
 
 import art_cloud as art
-from art_cloud.config import LoRAConfig
+from art_cloud.shared.config import LoRAConfig
 
 STEPS, WARM_UP = 40, 3
 PROMPT: dict[str, Any] = {"prompt": list(range(10, 42)), "max_tokens": 1, "stream": True}

@@ -49,7 +49,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from art_cloud.config import LoRAConfig, TrainConfig
+from art_cloud.shared.config import LoRAConfig, TrainConfig
 
 NAME = "bench"
 LEARNING_RATE = 1e-5

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from harness import report
 
-from art_cloud.providers import SSHRoute
-from art_cloud.tunnel import open_tunnel
+from art_cloud.links.endpoint import SSHRoute
+from art_cloud.links.tunnel import open_tunnel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.sshd import Sshd

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
-from art_server.inference.vllm_process import VllmSettings, find_python
+from art_server.inference.vllm.process import VllmSettings, find_python
 from art_server.tiny_model import make_tiny_model
 
 import art_cloud as art
-from art_cloud.protocol import Durability
+from art_cloud.shared.protocol import Durability
 
 ROOT = Path(__file__).parents[1]
 STARTING_SECONDS = 180.0
@@ -30,8 +30,8 @@ def _serve(scratch: Path, arguments: list[str], token: str) -> None:
     """The server, which also says where its vLLM is, when an optimizer step has ended, and how long
     the canary took (seconds)."""
     from art_server.__main__ import main
-    from art_server.canary import Canary
-    from art_server.inference.vllm_process import VllmProcess
+    from art_server.inference.vllm.process import VllmProcess
+    from art_server.steps.canary import Canary
     from art_server.training import Trainer
 
     start, optim_step, sample = VllmProcess.start, Trainer.optim_step, Canary.sample

@@ -37,8 +37,8 @@ from harness import report
 from openai.types.chat.chat_completion import Choice
 from pydantic import BaseModel, TypeAdapter
 
-from art_cloud.protocol import Sample, TrainGroup
-from art_cloud.wire import TrainBatch, decode_batch, encode_batch
+from art_cloud.shared.protocol import Sample, TrainGroup
+from art_cloud.shared.wire import TrainBatch, decode_batch, encode_batch
 
 VOCABULARY = 150_000
 GROUPS, GROUP_SIZE, TOKENS = 8, 8, 4_000

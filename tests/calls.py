@@ -6,8 +6,8 @@ from typing import Any
 
 import openai
 
-from art_cloud.http import ServerClient
-from art_cloud.tunnel import Tunnel
+from art_cloud.client.http import ServerClient
+from art_cloud.links.tunnel import Tunnel
 
 from .server_process import TOKEN
 

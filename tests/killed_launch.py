@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from art_cloud import sweep
-from art_cloud.registry import Registry
+from art_cloud.clusters import sweep
+from art_cloud.clusters.registry import Registry
 
 from .waiting import until
 
@@ -18,7 +18,7 @@ async def kill_launch(
 ) -> None:
     arguments = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()", "up", "skypilot"),
+        *(sys.executable, "-c", "from art_cloud.cli.main import main; main()", "up", "skypilot"),
         *("--name", name, "--store", store, *arguments),
     )
     try:

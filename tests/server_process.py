@@ -21,9 +21,9 @@ from types import TracebackType
 import httpx
 
 import art_cloud as art
-from art_cloud._version import __version__
-from art_cloud.http import ServerClient
-from art_cloud.protocol import VERSION, ServerInfo
+from art_cloud.client.http import ServerClient
+from art_cloud.shared.protocol import VERSION, ServerInfo
+from art_cloud.shared.version import __version__
 
 from .waiting import wait_until
 
@@ -33,7 +33,7 @@ STARTING_SECONDS, ENDING_SECONDS = 120.0, 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["art_server.app", "art_server.programs", "transformers.models.qwen3.modeling_qwen3"]
+    ["art_server.api.app", "art_server.steps.programs", "transformers.models.qwen3.modeling_qwen3"]
 )
 
 

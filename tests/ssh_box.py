@@ -11,7 +11,8 @@ from typing import Any, Self
 import psutil
 from pydantic import SecretStr
 
-from art_cloud.providers import ClusterSpec, SSHRoute
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.links.endpoint import SSHRoute
 
 from .sshd import Sshd
 

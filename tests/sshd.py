@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from art_cloud.providers import SSHRoute
+from art_cloud.links.endpoint import SSHRoute
 
 from .waiting import wait_until
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from openai.types.chat.chat_completion import Choice
 
 import art_cloud as art
-from art_cloud.names import ModelName
-from art_cloud.protocol import Sample, TrainGroup
-from art_cloud.wire import TrainBatch
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import Sample, TrainGroup
+from art_cloud.shared.wire import TrainBatch
 
 VOCABULARY = 512
 

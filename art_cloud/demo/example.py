@@ -13,10 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from ..backend import Backend
-from ..cli_clusters import provider_options, run
-from ..cli_errors import reported
-from ..cluster import up
-from ..registry import home
+from ..clusters.command_line import provider_options, reported, run
+from ..clusters.registry import home
+from ..clusters.up import up
 from .experiment import Experiment, run_experiment
 from .report import plot, print_table
 from .tiny import make_tiny_model

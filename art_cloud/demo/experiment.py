@@ -17,12 +17,13 @@ from statistics import fmean, stdev
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..backend import Backend
-from ..config import SFTConfig, TrainConfig
-from ..errors import ConflictError
 from ..model import TrainableModel
-from ..progress import progress, say
-from ..rollout import gather_trajectories, gather_trajectory_groups
-from ..trajectory import Messages, Trajectory, TrajectoryGroup
+from ..rollouts.gather import gather_trajectories, gather_trajectory_groups
+from ..rollouts.group import TrajectoryGroup
+from ..rollouts.trajectory import Messages, Trajectory
+from ..shared.config import SFTConfig, TrainConfig
+from ..shared.errors import ConflictError
+from ..shared.progress import progress, say
 
 TaskT = TypeVar("TaskT")
 TaskT_contra = TypeVar("TaskT_contra", contravariant=True)

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..cluster import up
-from ..config import SFTConfig, TrainConfig
+from ..clusters.up import up
 from ..model import TrainableModel
-from ..protocol import EngineName
-from ..trajectory import History, Message, Messages, Trajectory
+from ..rollouts.trajectory import History, Message, Messages, Trajectory
+from ..shared.config import SFTConfig, TrainConfig
+from ..shared.protocol import EngineName
 from .experiment import Experiment, Result, run_experiment
 from .game import REWARDS, Game
 from .tiny import make_tiny_model

@@ -8,8 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..progress import say
+from ..shared.errors import ConfigError
+from ..shared.progress import say
 
 
 def make_tiny_model(folder: Path) -> Path:

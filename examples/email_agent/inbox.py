@@ -8,8 +8,8 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from art_cloud.tools import ToolResult
-from art_cloud.trajectory import Tools
+from art_cloud.agents.tools import ToolResult
+from art_cloud.rollouts.trajectory import Tools
 
 PEOPLE = ("Joe", "Lee", "Pat", "Zoe")
 TOPICS = {

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 
 import art_cloud as art
-from art_cloud.auto_rl import print_result
-from art_cloud.cli_clusters import run
+from art_cloud.clusters.command_line import run
 from art_cloud.demo import auto_settings, example_parser, prepare
+from art_cloud.rewards.auto_rl import print_result
 
 DESCRIPTION = "Keeps a list of things to do: does with it what it is asked to, and says what it did"
 SERVER = [sys.executable, str(Path(__file__).with_name("server.py"))]

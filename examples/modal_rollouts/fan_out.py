@@ -14,7 +14,7 @@ import modal
 from train import group
 
 import art_cloud as art
-from art_cloud.wheel import source
+from art_cloud.clusters.install import source
 
 app = modal.App("art-rollouts")
 

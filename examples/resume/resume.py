@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints, Manifest
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.registry import home
 from art_cloud.demo.game import REWARDS, Game
 from art_cloud.demo.run import random_moves
-from art_cloud.providers import get_provider
-from art_cloud.registry import home
-from art_cloud.store import open_store
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 TASKS = range(64)
 """Seeds of the opponent's moves."""

@@ -15,7 +15,7 @@ from puzzles import LEVELS, Level, Puzzle, make_puzzle
 
 import art_cloud as art
 from art_cloud.demo import Experiment, experiment_parser, run_example
-from art_cloud.trajectory import Message, Messages
+from art_cloud.rollouts.trajectory import Message, Messages
 
 NAME, TITLE = "temporal-clue", "Temporal Clue"
 STEPS = 24

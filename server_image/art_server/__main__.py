@@ -28,18 +28,19 @@ import platformdirs
 import uvicorn
 from starlette.types import ASGIApp
 
-from art_cloud._version import __version__
-from art_cloud.errors import ArtCloudError, ConfigError, RivalError
-from art_cloud.names import check_name, whole_path
-from art_cloud.processes import MARK, identity_of
+from art_cloud.shared.errors import ArtCloudError, ConfigError, RivalError
+from art_cloud.shared.names import check_name, whole_path
+from art_cloud.shared.processes import MARK, identity_of
+from art_cloud.shared.version import __version__
 
-from . import doors
-from .guardian import GRACE_SECONDS, Guardian, Limits
+from .api import doors
+from .lifetime import GRACE_SECONDS, Guardian, Limits
 from .watchdog import BEAT_SECONDS, LOG_FORMAT, STALL_SECONDS, Watchdog, serve_in_a_child
 
 if TYPE_CHECKING:
-    from .jobs import Jobs, Journal
-    from .runtime import Runtime, Settings
+    from .steps.jobs import Jobs
+    from .steps.journal import Journal
+    from .steps.runtime import Runtime, Settings
 
 log = logging.getLogger("art_server")
 
@@ -161,7 +162,7 @@ def make_state_folder(state: Path) -> Path:
 
 def open_journal(state: Path, *, read_only: bool) -> Journal:
     """Raises `ConfigError` if it is another server's, or has what a reader must not do."""
-    from .jobs import Journal
+    from .steps.journal import Journal
 
     journal = Journal(state / "journal.sqlite")
     if read_only and journal.models():
@@ -175,7 +176,8 @@ def wait_for_environment() -> None:
 
     Raises `ConfigError` if standard input ends before.
     """
-    from . import app, programs  # noqa: F401
+    from .api import app  # noqa: F401
+    from .steps import programs  # noqa: F401
 
     print("ready", flush=True)
     os.dup2(2, 1)  # nobody reads on
@@ -245,7 +247,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 def settings_of(options: argparse.Namespace, name: str) -> Settings:
     """Makes the folder of the server's state."""
-    from .runtime import Settings
+    from .steps.runtime import Settings
 
     home = Path(os.environ.get("ART_CLOUD_HOME") or platformdirs.user_data_dir("art-cloud"))
     return Settings(
@@ -278,10 +280,10 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     url = "http://{}:{}".format(*listener.getsockname())
 
     # after the cheap checks, since these import torch
-    from .app import make_app
-    from .jobs import Jobs
-    from .programs import Programs
-    from .runtime import Runtime
+    from .api.app import make_app
+    from .steps.jobs import Jobs
+    from .steps.programs import Programs
+    from .steps.runtime import Runtime
 
     stop = asyncio.Event()
     settings = settings_of(options, name)

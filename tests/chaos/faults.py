@@ -35,13 +35,13 @@ def die(*_: object) -> NoReturn:
 
 
 def kill_at(point: str) -> None:
-    from art_server.jobs import Journal
+    from art_server.steps.journal import Journal
     from art_server.training import Trainer
 
-    from art_cloud.checkpoints import Checkpoints, Manifest
-    from art_cloud.protocol import StepResult
-    from art_cloud.s3 import S3Store
-    from art_cloud.store import FileStore
+    from art_cloud.shared.protocol import StepResult
+    from art_cloud.store.checkpoints import Checkpoints, Manifest
+    from art_cloud.store.files import FileStore
+    from art_cloud.store.s3 import S3Store
 
     trained = threading.Event()
     settled = threading.Event()
@@ -132,7 +132,7 @@ def _die_in_backward(trainer: type) -> None:
 
 def stop_before_the_manifest(step: int) -> None:
     """Have the process stopped (SIGSTOP), once, right before it makes this step's manifest."""
-    from art_cloud.store import FileStore
+    from art_cloud.store.files import FileStore
 
     create = FileStore.create
     stopped = threading.Event()

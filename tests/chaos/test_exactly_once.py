@@ -19,13 +19,14 @@ from uuid import uuid4
 import pytest
 
 import art_cloud as art
-from art_cloud.batch import make_batch
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.errors import StoreUnavailableError
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo
-from art_cloud.store import Store, open_store
-from art_cloud.wire import encode_batch
+from art_cloud.rollouts.batch import make_batch
+from art_cloud.shared.errors import StoreUnavailableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.base import Store
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
 from ..s3_servers import S3Server
@@ -246,9 +247,9 @@ FAULTS = (
 
 
 def be_impatient() -> None:
-    from art_server import commits
+    from art_server.steps import commits
 
-    from art_cloud import s3
+    from art_cloud.store import s3
 
     s3.READ_SECONDS, s3.ATTEMPTS = 1, 2
     commits.FIRST_PAUSE, commits.STORE_SECONDS = 0.05, 20.0

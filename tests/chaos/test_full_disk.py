@@ -17,14 +17,14 @@ import httpx
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import NotFoundError, StoreFullError
-from art_cloud.http import failure_of
-from art_cloud.names import ModelName
-from art_cloud.protocol import CALL_ID, JobInfo
-from art_cloud.store import open_store
-from art_cloud.upkeep import verify
-from art_cloud.wire import encode_batch
+from art_cloud.client.http import failure_of
+from art_cloud.shared.errors import NotFoundError, StoreFullError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import CALL_ID, JobInfo
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.garbage import verify
+from art_cloud.store.opening import open_store
 
 from ..server_process import ServerProcess
 from ..synthetic import batch
@@ -77,7 +77,7 @@ def _free(disk: Path) -> int:
 
 
 def try_again_soon() -> None:
-    from art_server import jobs, publishing
+    from art_server.steps import jobs, publishing
 
     jobs.RETRY_SECONDS = publishing.RETRY_SECONDS = 0.05
 

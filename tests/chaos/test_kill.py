@@ -12,11 +12,10 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.config import LoRAConfig, SFTConfig
-from art_cloud.http import ServerClient
-from art_cloud.names import ModelName
-from art_cloud.protocol import (
+from art_cloud.client.http import ServerClient
+from art_cloud.shared.config import LoRAConfig, SFTConfig
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import (
     CALL_ID,
     JobEvent,
     JobInfo,
@@ -25,8 +24,9 @@ from art_cloud.protocol import (
     SFTRequest,
     StepResult,
 )
-from art_cloud.store import open_store
-from art_cloud.wire import encode_batch
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 from ..server_process import ServerProcess
 from ..synthetic import batch

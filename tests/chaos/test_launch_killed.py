@@ -20,11 +20,12 @@ from types import FrameType
 import psutil
 import pytest
 
-from art_cloud import fleet, sweep
-from art_cloud.cluster import store_url
-from art_cloud.errors import NotFoundError
-from art_cloud.providers import ClusterSpec, get_provider
-from art_cloud.registry import Registry
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.clusters.up import store_url
+from art_cloud.shared.errors import NotFoundError
 
 NAME = "walked"
 UP = ("up", "local", "--name", NAME)
@@ -54,7 +55,7 @@ def _main(
     home: Path, arguments: tuple[str, ...], point: str | None, environment: dict[str, str]
 ) -> None:
     """Run the command; with `point`, die there, else write down which there are."""
-    from art_cloud.cli import main
+    from art_cloud.cli.main import main
 
     os.environ |= {"ART_CLOUD_HOME": str(home), "OMP_NUM_THREADS": "1"} | environment
     with (home / "out").open("ab") as out:
@@ -122,7 +123,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home.mkdir()
     monkeypatch.setenv("ART_CLOUD_HOME", str(home))
     monkeypatch.setenv("ART_PROGRESS", "0")
-    _context.set_forkserver_preload(["art_cloud.cli", "art_cloud.cluster", "psutil"])
+    _context.set_forkserver_preload(["art_cloud.cli.main", "art_cloud.clusters.up", "psutil"])
     yield home
     left = Walk(home, ()).processes()
     for process in left:

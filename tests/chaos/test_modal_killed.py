@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud import fleet
-from art_cloud.registry import Registry
+from art_cloud.clusters import fleet
+from art_cloud.clusters.registry import Registry
 
 from ..modal_plane import ModalPlane, modal_plane
 from .test_launch_killed import NAME, Walk, down, home, index, spread, sweep_all

@@ -30,18 +30,18 @@ from uuid import uuid4
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ArtCloudError,
     ConflictError,
     NotFoundError,
     RivalError,
     ServerUnavailableError,
 )
-from art_cloud.names import ModelName
-from art_cloud.retention import prune
-from art_cloud.store import open_store
-from art_cloud.upkeep import collect_garbage, find_garbage, models, verify
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.garbage import collect_garbage, find_garbage, models, verify
+from art_cloud.store.opening import open_store
+from art_cloud.store.retention import prune
 
 from ..s3_servers import S3Server
 from ..server_process import ServerProcess, _context
@@ -101,9 +101,9 @@ async def test_nothing_is_lost_and_nothing_is_doubled(
 
 def prepare() -> None:
     """In a server: a blob is renewed whenever it is used, since garbage is collected early here."""
-    from art_server import commits, models
+    from art_server.steps import commits, models
 
-    from art_cloud import s3
+    from art_cloud.store import s3
 
     s3.RENEWED = timedelta(0)
     commits.FIRST_PAUSE = 0.05
@@ -113,7 +113,7 @@ def prepare() -> None:
 def run_tool(tool: str, url: str, environment: dict[str, str], name: str, log: Path) -> None:
     """What a command of `art-cloud checkpoints` does, in a process of its own. Exit code 1: it
     failed, or found damage."""
-    from art_cloud import s3
+    from art_cloud.store import s3
 
     os.environ |= environment
     s3.RENEWED = timedelta(0)

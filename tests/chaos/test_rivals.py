@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.errors import RivalError
-from art_cloud.names import ModelName
-from art_cloud.protocol import CALL_ID, JobInfo
-from art_cloud.store import open_store
-from art_cloud.wire import encode_batch
+from art_cloud.shared.errors import RivalError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import CALL_ID, JobInfo
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch
@@ -39,7 +39,7 @@ def end_at_once_when_there_is(gate: Path) -> None:
     which goes then."""
     import threading
 
-    from art_server import models
+    from art_server.steps import models
 
     def shorten() -> None:
         wait_until(gate.exists, 300)
@@ -215,7 +215,7 @@ def store_once_there_is(gate: Path) -> None:
     """Let whatever is uploaded wait for a file."""
     import time
 
-    from art_cloud.checkpoints import Checkpoints
+    from art_cloud.store.checkpoints import Checkpoints
 
     upload = Checkpoints.upload
 

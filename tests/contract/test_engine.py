@@ -10,7 +10,7 @@ import pytest_asyncio
 from art_server.inference import Engine
 from transformers import AutoTokenizer
 
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ConfigError,
     ConflictError,
     ContextLengthError,

@@ -19,9 +19,10 @@ import psutil
 import pytest
 from pydantic import SecretStr
 
-from art_cloud.errors import ConfigError, LaunchError, NotFoundError
-from art_cloud.providers import ClusterSpec, Instance, Provider, get_provider
-from art_cloud.registry import Registry
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import ClusterSpec, Instance, Provider
+from art_cloud.shared.errors import ConfigError, LaunchError, NotFoundError
 
 from ..modal_plane import ModalPlane, modal_plane
 from ..slurm_rig import SlurmRig, needs_slurm

@@ -15,13 +15,15 @@ from urllib.request import urlopen
 
 import pytest
 
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ConfigError,
     CorruptBlobError,
     NotFoundError,
     StoreUnavailableError,
 )
-from art_cloud.store import Blob, FileStore, Store, open_store
+from art_cloud.store.base import Blob, Store
+from art_cloud.store.files import FileStore
+from art_cloud.store.opening import open_store
 
 from ..fault_proxy import FaultProxy
 from ..s3_servers import S3Server
@@ -54,8 +56,8 @@ def of_folder(tmp_path: Path) -> Subject:
 
 
 def of_server(server: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr("art_cloud.s3.ATTEMPTS", 1)
-    monkeypatch.setattr("art_cloud.s3_transfer.PART", 16 << 20)
+    monkeypatch.setattr("art_cloud.store.s3.ATTEMPTS", 1)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.PART", 16 << 20)
     server.use(monkeypatch, AWS_ENDPOINT_URL=proxy.url)
     bucket, client = server.make_bucket(), server.client()
     return Subject(
@@ -194,7 +196,7 @@ def test_a_blob_is_removed(store: Store, blob: Blob, tmp_path: Path) -> None:
 def test_content_that_is_used_again_is_young_again(
     store: Store, blob: Blob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("art_cloud.s3.RENEWED", timedelta(0))
+    monkeypatch.setattr("art_cloud.store.s3.RENEWED", timedelta(0))
     [(_, stored)] = store.blobs()
     give_up = time.monotonic() + 30
     while True:  # S3 tells whole seconds

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from art_server.canary import TOLERANCES
 from art_server.inference import VllmEngine
+from art_server.steps.canary import TOLERANCES
 
-from art_cloud.errors import ConfigError, ServerUnavailableError
+from art_cloud.shared.errors import ConfigError, ServerUnavailableError
 
 from ..waiting import until
 from .engines import ENGINES, EXACT, Reference, chat, make_adapter

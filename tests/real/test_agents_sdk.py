@@ -18,7 +18,7 @@ from agents import (
 from agents.models.chatcmpl_converter import Converter
 
 import art_cloud as art
-from art_cloud.trajectory import is_choice
+from art_cloud.rollouts.trajectory import is_choice
 
 
 @function_tool

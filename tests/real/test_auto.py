@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import art_cloud as art
-from art_cloud.cli import app
+from art_cloud.cli.main import app
 
 from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server
 

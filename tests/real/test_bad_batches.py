@@ -11,17 +11,17 @@ import httpx
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ArtCloudError,
     ConfigError,
     InvalidRequestError,
     NotFoundError,
     UntrainableError,
 )
-from art_cloud.protocol import JobInfo, Sample, SFTRequest, TrainGroup
-from art_cloud.store import open_store
-from art_cloud.wire import TrainBatch, encode_batch
+from art_cloud.shared.protocol import JobInfo, Sample, SFTRequest, TrainGroup
+from art_cloud.shared.wire import TrainBatch, encode_batch
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 from ..server_process import ServerProcess
 from ..synthetic import VOCABULARY, as_groups, batch, choice
@@ -47,7 +47,7 @@ async def unharmed(
 
 async def failed(http: httpx.AsyncClient, path: str, body: bytes) -> ArtCloudError:
     """The error that a raw call of a job is answered with, at once or when it has run."""
-    from art_cloud.http import error_of, failure_of
+    from art_cloud.client.http import error_of, failure_of
 
     response = await http.post(path, content=body)
     if (failure := failure_of(response)) is not None:

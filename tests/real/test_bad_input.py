@@ -14,8 +14,7 @@ import openai
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     AuthError,
     ConfigError,
     ConflictError,
@@ -23,7 +22,8 @@ from art_cloud.errors import (
     RequestTooLargeError,
     StoreFullError,
 )
-from art_cloud.store import open_store
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import art_cloud as art
-from art_cloud.cli import app
+from art_cloud.cli.main import app
 
 from ..contract.engines import vllm_python
 from ..server_process import ServerProcess

@@ -23,10 +23,11 @@ from starlette.routing import Route
 from typer.testing import CliRunner, Result
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.cli import app
-from art_cloud.names import ModelName
-from art_cloud.store import FileStore, open_store
+from art_cloud.cli.main import app
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.files import FileStore
+from art_cloud.store.opening import open_store
 
 from ..s3_servers import S3Server
 from ..server_process import ServerProcess

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import art_cloud as art
-from art_cloud.cli import app
+from art_cloud.cli.main import app
 
 from .. import mcp_notes
 from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server

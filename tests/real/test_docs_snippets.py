@@ -24,10 +24,10 @@ from art_server.__main__ import parse_arguments
 from modal.cli.entry_point import entrypoint_cli
 
 import art_cloud as art
-from art_cloud.cli import app
-from art_cloud.cli_clusters import provider_options
-from art_cloud.providers import get_provider
-from art_cloud.providers.modal_options import PRICES
+from art_cloud.cli.main import app
+from art_cloud.clusters.command_line import provider_options
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.providers.modal.options import PRICES
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)

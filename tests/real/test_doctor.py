@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from art_cloud.cli import app
-from art_cloud.registry import Registry
+from art_cloud.cli.main import app
+from art_cloud.clusters.registry import Registry
 
 from ..ssh_box import Box, empty_at_the_end, spec
 from ..sshd import needs_sshd

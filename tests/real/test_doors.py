@@ -25,7 +25,7 @@ def _few_descriptors() -> None:
 
 
 def _short_limits() -> None:
-    from art_server import doors
+    from art_server.api import doors
 
     doors.HEAD_SECONDS, doors.BODY_SECONDS = 1.0, 1.0
 

@@ -19,16 +19,16 @@ from unittest.mock import MagicMock
 from urllib.parse import quote
 
 import pytest
-from art_server.app import Gate, make_app
-from art_server.inference.requests import ChatRequest, CompletionRequest
+from art_server.api.app import Gate, make_app
+from art_server.inference.openai.requests import ChatRequest, CompletionRequest
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
 import art_cloud as art
-from art_cloud import protocol
-from art_cloud.names import ModelName
-from art_cloud.wire import _pack, _unpack, encode_batch
+from art_cloud.shared import protocol
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.wire import _pack, _unpack, encode_batch
 
 from ..server_process import TOKEN, ServerProcess
 from ..synthetic import as_groups, batch

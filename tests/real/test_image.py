@@ -22,7 +22,7 @@ LAUNCH = {
     *("modal/app.py", "skypilot/bridge.py", "skypilot/server.yaml"),
 }
 FIND = """
-from art_cloud.wheel import LAUNCH, lock
+from art_cloud.clusters.install import LAUNCH, lock
 assert lock("vllm").is_file() and lock("transformers").is_file()
 print(*(path.relative_to(LAUNCH).as_posix() for path in LAUNCH.rglob("*") if path.is_file()))
 """
@@ -117,7 +117,7 @@ def test_the_dockerfile_copies_what_its_installation_needs(image: Path, tmp_path
 
 def test_a_checkout_finds_its_own_scripts() -> None:
     """An editable installation runs the files of the checkout, not copies of them."""
-    from art_cloud.wheel import LAUNCH as found
+    from art_cloud.clusters.install import LAUNCH as found
 
     assert found == ROOT / "launch"
     assert not (ROOT / "art_cloud" / "launch").exists()
@@ -131,7 +131,7 @@ def test_a_copy_of_a_folder_is_what_other_machines_install(image: Path, tmp_path
     subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", *there, folder], check=True)
 
     def source() -> subprocess.CompletedProcess[str]:
-        program = "from art_cloud.wheel import source; print(source().wheel)"
+        program = "from art_cloud.clusters.install import source; print(source().wheel)"
         return subprocess.run(
             [sys.executable, "-c", program],
             cwd=tmp_path,
@@ -151,7 +151,7 @@ def test_a_copy_of_a_folder_is_what_other_machines_install(image: Path, tmp_path
 
 
 def test_without_uv_pip_builds_it(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from art_cloud import wheel
+    from art_cloud.clusters import install as wheel
 
     monkeypatch.setattr(wheel.shutil, "which", lambda name, path=None: None)
     wheel._build(image / SOURCE[1:], image / "wheels")

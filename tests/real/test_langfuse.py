@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat.chat_completion import Choice
 
 import art_cloud as art
-from art_cloud.trackers import ROLLOUTS
+from art_cloud.trackers.tracker import ROLLOUTS
 
 from ..langfuse_receiver import PUBLIC_KEY, SECRET_KEY, LangfuseReceiver
 from ..server_process import ServerProcess

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 import art_cloud as art
-from art_cloud.names import ModelName
-from art_cloud.wire import _pack, encode_batch
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.wire import _pack, encode_batch
 
 from ..server_process import ServerProcess
 from ..synthetic import batch

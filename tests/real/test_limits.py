@@ -17,15 +17,15 @@ import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud import attached, fleet
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import ServerUnavailableError
-from art_cloud.http import ServerClient
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo, RegisterRequest, ServerInfo
-from art_cloud.providers import get_provider
-from art_cloud.store import open_store
-from art_cloud.wire import encode_batch
+from art_cloud.client.http import ServerClient
+from art_cloud.clusters import attached, fleet
+from art_cloud.clusters.providers import get_provider
+from art_cloud.shared.errors import ServerUnavailableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo, RegisterRequest, ServerInfo
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 from ..server_process import ServerProcess
 from ..synthetic import batch
@@ -70,7 +70,7 @@ def _steps_that_hang() -> None:
 
 def _hanging_close() -> None:
     from art_server import __main__
-    from art_server.runtime import Runtime
+    from art_server.steps.runtime import Runtime
 
     async def hang(self: Runtime) -> None:
         time.sleep(3600)  # noqa: ASYNC251
@@ -220,7 +220,7 @@ async def test_an_end_that_hangs_is_an_end(tmp_path: Path) -> None:
 
 
 def _slow_boot() -> None:
-    from art_server.programs import Programs
+    from art_server.steps.programs import Programs
 
     real = Programs.reopen
 
@@ -244,7 +244,7 @@ async def test_a_boot_that_takes_longer_than_lease_and_idle_is_no_end(tmp_path: 
 
 def _hanging_boot() -> None:
     from art_server import __main__
-    from art_server.programs import Programs
+    from art_server.steps.programs import Programs
 
     async def hang(self: Programs, *args: object) -> None:
         time.sleep(3600)  # noqa: ASYNC251
@@ -254,7 +254,7 @@ def _hanging_boot() -> None:
 
 
 def _hanging_loop() -> None:
-    from art_server.app import Routes
+    from art_server.api.app import Routes
 
     async def hang(self: Routes, *args: object) -> None:
         time.sleep(3600)  # noqa: ASYNC251
@@ -263,7 +263,7 @@ def _hanging_loop() -> None:
 
 
 def _hanging_engine() -> None:
-    from art_server.inference.scheduler import Scheduler
+    from art_server.inference.transformers.scheduler import Scheduler
 
     Scheduler._decode_step = lambda self: time.sleep(3600)  # type: ignore[method-assign]
 
@@ -366,7 +366,7 @@ async def test_what_moves_may_take_longer_than_what_stalls(
 
 
 def _dying_engine() -> None:
-    from art_server.inference.scheduler import Scheduler
+    from art_server.inference.transformers.scheduler import Scheduler
 
     def die(self: Scheduler) -> None:
         raise SystemExit("the end")

@@ -17,12 +17,12 @@ from pydantic import SecretStr
 from typer.testing import CliRunner, Result
 
 import art_cloud as art
-from art_cloud import fleet
-from art_cloud.cli import app
-from art_cloud.errors import AuthError, ConfigError, ConflictError, LaunchError
-from art_cloud.processes import MARK
-from art_cloud.providers import get_provider, local
-from art_cloud.registry import Registry, home
+from art_cloud.cli.main import app
+from art_cloud.clusters import fleet
+from art_cloud.clusters.providers import get_provider, local
+from art_cloud.clusters.registry import Registry, home
+from art_cloud.shared.errors import AuthError, ConfigError, ConflictError, LaunchError
+from art_cloud.shared.processes import MARK
 
 from ..waiting import until
 
@@ -372,7 +372,7 @@ async def until_gone(name: str) -> None:
 async def test_ctrl_c_while_it_starts_ends_what_was_started(cluster_home: Path) -> None:
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from art_cloud.cli import main; main()"
+        "from art_cloud.cli.main import main; main()"
     )
     starting = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, "up", "--name", "one", stderr=asyncio.subprocess.PIPE

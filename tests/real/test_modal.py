@@ -17,14 +17,15 @@ from grpclib import GRPCError, Status
 from pydantic import SecretStr
 
 import art_cloud as art
-from art_cloud import fleet, sweep
-from art_cloud.doctor import examine
-from art_cloud.errors import ConfigError, ConflictError, LaunchError, ProviderError
-from art_cloud.providers import CAP_SECONDS, ClusterSpec, Instance, Offer, get_provider
-from art_cloud.providers.modal import CREATED, TAG, ModalProvider
-from art_cloud.providers.modal_options import Options, owner_tags
-from art_cloud.registry import Registry
-from art_cloud.wheel import source
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.doctor import examine
+from art_cloud.clusters.install import source
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.providers.modal.options import Options, owner_tags
+from art_cloud.clusters.providers.modal.sandbox import CREATED, TAG, ModalProvider
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import CAP_SECONDS, ClusterSpec, Instance, Offer
+from art_cloud.shared.errors import ConfigError, ConflictError, LaunchError, ProviderError
 
 from ..modal_plane import ModalPlane, modal_plane
 
@@ -335,7 +336,7 @@ async def test_a_wrong_token(plane: ModalPlane) -> None:
 async def test_no_account(plane: ModalPlane, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if "MODAL_TOKEN" not in key}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()"),
+        *(sys.executable, "-c", "from art_cloud.cli.main import main; main()"),
         *("up", "modal", "-o", "gpu=H100", "--store", "s3://bucket/prefix"),
         env=environment | {"MODAL_CONFIG_PATH": str(tmp_path / "no-such-file")},
         stderr=asyncio.subprocess.PIPE,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud.errors import AuthError
+from art_cloud.shared.errors import AuthError
 
 from ..modal_plane import ModalPlane, modal_plane
 

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet, sweep
-from art_cloud.errors import AuthError, ConfigError, LaunchError
-from art_cloud.providers import ClusterSpec, get_provider
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import AuthError, ConfigError, LaunchError
 
 from ..modal_plane import ModalPlane, modal_plane
 from ..waiting import until
@@ -219,7 +220,7 @@ async def test_its_app_is_stopped_from_outside(plane: ModalPlane, tmp_path: Path
 
 async def test_killed_while_it_is_deployed(plane: ModalPlane, tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()"),
+        *(sys.executable, "-c", "from art_cloud.cli.main import main; main()"),
         *("up", "modal", "--serverless", "--name", NAME),
         *("-o", "gpu=H100", "--store", str(tmp_path / "store")),
     )

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import ConfigError, ConflictError, NotFoundError, UnreadableError
-from art_cloud.http import failure_of
-from art_cloud.names import ModelName
-from art_cloud.protocol import CALL_ID, JobInfo
-from art_cloud.store import FileStore
-from art_cloud.wire import TrainBatch, encode_batch
+from art_cloud.client.http import failure_of
+from art_cloud.shared.errors import ConfigError, ConflictError, NotFoundError, UnreadableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import CALL_ID, JobInfo
+from art_cloud.shared.wire import TrainBatch, encode_batch
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.files import FileStore
 
 from ..server_process import ServerProcess
 from ..synthetic import as_groups, batch

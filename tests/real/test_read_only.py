@@ -7,12 +7,12 @@ from typing import Any
 
 import openai
 import pytest
-from art_server.jobs import Journal
+from art_server.steps.journal import Journal
 from openai.types.chat import ChatCompletion
 
 import art_cloud as art
-from art_cloud.errors import ConflictError
-from art_cloud.names import ModelName
+from art_cloud.shared.errors import ConflictError
+from art_cloud.shared.names import ModelName
 
 from ..server_process import TOKEN, ServerProcess
 

@@ -17,8 +17,8 @@ from langgraph.prebuilt import create_react_agent
 from pydantic import SecretStr
 
 import art_cloud as art
-from art_cloud.protocol import Sample
-from art_cloud.trajectory import is_choice
+from art_cloud.rollouts.trajectory import is_choice
+from art_cloud.shared.protocol import Sample
 
 from ..server_process import ServerProcess
 

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud import attached, fleet, relaunch
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import AuthError, ServerUnavailableError
-from art_cloud.providers import get_provider
-from art_cloud.registry import Registry
-from art_cloud.store import open_store
+from art_cloud.clusters import attached, fleet, relaunch
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.registry import Registry
+from art_cloud.shared.errors import AuthError, ServerUnavailableError
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 NAME = "lost"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -120,7 +120,7 @@ async def test_who_takes_the_port_of_a_lost_server_hears_nothing_of_the_next(
 BLOCKED = """
 import asyncio, sys, time
 import art_cloud as art
-from art_cloud import attached
+from art_cloud.clusters import attached
 
 attached.PING_SECONDS, attached.STUCK_SECONDS = 0.5, 1.0
 

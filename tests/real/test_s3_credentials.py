@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from art_cloud.credentials import encode_credentials, for_server, policy, with_secrets
-from art_cloud.errors import StoreAccessError
-from art_cloud.protocol import StoreCredentials
-from art_cloud.providers import ClusterSpec
-from art_cloud.s3 import S3Store
-from art_cloud.store import open_store
+from art_cloud.clusters.credentials import encode_credentials, for_server, policy, with_secrets
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import StoreAccessError
+from art_cloud.shared.protocol import StoreCredentials
+from art_cloud.store.opening import open_store
+from art_cloud.store.s3 import S3Store
 
 from ..s3_servers import S3Server, moto_server
 
@@ -33,7 +33,7 @@ def strict(tmp_path: Path) -> Iterator[S3Server]:
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr("art_cloud.credentials.say_once", said.append)
+    monkeypatch.setattr("art_cloud.clusters.credentials.say_once", said.append)
     return said
 
 
@@ -74,7 +74,7 @@ def test_the_policy_is_enough_for_a_store_and_ends_at_its_prefix(
     access_key, secret_key = strict.make_user("server", *document["Statement"])
     strict.check_access()
     strict.use(monkeypatch, AWS_ACCESS_KEY_ID=access_key, AWS_SECRET_ACCESS_KEY=secret_key)
-    monkeypatch.setattr("art_cloud.s3_transfer.PART", 5 << 20)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.PART", 5 << 20)
     store = S3Store(url, create=True)
     assert not store.single_writer
     assert store.create("p/m/steps/000000.json", b"{}")

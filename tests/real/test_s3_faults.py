@@ -20,15 +20,15 @@ import pytest
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from urllib3 import HTTPResponse
 
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ConfigError,
     StoreAccessError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
 )
-from art_cloud.s3 import S3Store
-from art_cloud.store import Blob
+from art_cloud.store.base import Blob
+from art_cloud.store.s3 import S3Store
 
 from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
 from ..s3_servers import S3Server, moto_server
@@ -52,11 +52,11 @@ def http(status: str, body: bytes) -> Fault:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("art_cloud.s3.ATTEMPTS", 2)
-    monkeypatch.setattr("art_cloud.s3.READ_SECONDS", 3)
-    monkeypatch.setattr("art_cloud.s3_transfer.BREAKS", 2)
-    monkeypatch.setattr("art_cloud.s3_transfer.PART", 5 * MIB)
-    monkeypatch.setattr("art_cloud.s3_transfer.RANGE", 5 * MIB)
+    monkeypatch.setattr("art_cloud.store.s3.ATTEMPTS", 2)
+    monkeypatch.setattr("art_cloud.store.s3.READ_SECONDS", 3)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.BREAKS", 2)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.PART", 5 * MIB)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.RANGE", 5 * MIB)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_content_damaged_on_the_way_up_is_sent_again(
     blob = put(store, tmp_path, content)
     store.get_blob(blob, tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == content
-    monkeypatch.setattr("art_cloud.s3_transfer.BREAKS", 1)
+    monkeypatch.setattr("art_cloud.store.s3_transfer.BREAKS", 1)
     once(proxy, Fault(damage_up=50_000))
     raised(StoreUnavailableError, lambda: put(store, tmp_path, content[1:]), "damaged on its way")
     assert [blob.size for blob, _ in store.blobs()] == [100_000]
@@ -279,7 +279,7 @@ def largest_file(size: int) -> Iterator[None]:
 UPLOADER = """
 import sys
 from pathlib import Path
-from art_cloud import s3, s3_transfer
+from art_cloud.store import s3, s3_transfer
 url, source = sys.argv[1:]
 s3_transfer.PART = 5 << 20
 s3.THREADS = 2

@@ -15,12 +15,12 @@ import pytest
 from pydantic import SecretStr
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.credentials import encode_credentials
-from art_cloud.errors import InvalidRequestError
-from art_cloud.http import ServerClient
-from art_cloud.names import ModelName
-from art_cloud.store import open_store
+from art_cloud.client.http import ServerClient
+from art_cloud.clusters.credentials import encode_credentials
+from art_cloud.shared.errors import InvalidRequestError
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 from ..s3_servers import S3Server
 from ..server_process import STARTING_SECONDS, TOKEN

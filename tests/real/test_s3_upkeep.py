@@ -12,16 +12,16 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.fs
 import pytest
-from art_server.trajectory_log import write_logged
+from art_server.steps.trajectory_log import write_logged
 from typer.testing import CliRunner
 
-from art_cloud.batch import logged_trajectories
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.cli import app
-from art_cloud.names import ModelName
-from art_cloud.protocol import LogRequest
-from art_cloud.store import open_store
-from art_cloud.upkeep import collect_garbage, find_garbage, models, verify
+from art_cloud.cli.main import app
+from art_cloud.rollouts.batch import logged_trajectories
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import LogRequest
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.garbage import collect_garbage, find_garbage, models, verify
+from art_cloud.store.opening import open_store
 
 from ..s3_servers import S3Server
 from ..synthetic import as_groups, batch

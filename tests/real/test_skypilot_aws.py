@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import fleet
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import NoMachineError
-from art_cloud.providers import ClusterSpec, get_provider
-from art_cloud.registry import Registry
-from art_cloud.store import open_store
+from art_cloud.clusters import fleet
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import NoMachineError
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.opening import open_store
 
 from ..aws_rig import PRICES, ZONES, AwsRig, needs_aws_rig, zone_of
 from ..killed_launch import kill_launch, sweep_the_only

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import yaml
 
-from art_cloud.providers import CAP_SECONDS, ClusterSpec
-from art_cloud.providers.skypilot import Options, _server
+from art_cloud.clusters.providers.skypilot.provider import Options, _server
+from art_cloud.clusters.spec import CAP_SECONDS, ClusterSpec
 
 from ..waiting import until
 

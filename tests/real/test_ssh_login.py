@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud import fleet
-from art_cloud.errors import ConfigError, ProviderError
-from art_cloud.providers import SSHRoute, get_provider
-from art_cloud.registry import Registry
-from art_cloud.relaunch import Relauncher
-from art_cloud.ssh_login import login
+from art_cloud.clusters import fleet
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.providers.ssh.login import login
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.relaunch import Relauncher
+from art_cloud.links.endpoint import SSHRoute
+from art_cloud.shared.errors import ConfigError, ProviderError
 
 from ..ssh_box import Box, empty_at_the_end, spec
 from ..sshd import make_key, needs_sshd

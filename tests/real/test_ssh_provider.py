@@ -20,14 +20,15 @@ import pytest
 from typer.testing import CliRunner
 
 import art_cloud as art
-from art_cloud import fleet, sweep
-from art_cloud.cli import app
-from art_cloud.errors import ConfigError, ConflictError, NoMachineError, ProviderError
-from art_cloud.processes import identity_of
-from art_cloud.providers import get_provider, ssh
-from art_cloud.registry import Registry
-from art_cloud.ssh_hosts import Options, default_hosts
-from art_cloud.ssh_login import login
+from art_cloud.cli.main import app
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.providers.ssh import provider as ssh
+from art_cloud.clusters.providers.ssh.hosts import Options, default_hosts
+from art_cloud.clusters.providers.ssh.login import login
+from art_cloud.clusters.registry import Registry
+from art_cloud.shared.errors import ConfigError, ConflictError, NoMachineError, ProviderError
+from art_cloud.shared.processes import identity_of
 
 from ..s3_servers import S3Server, moto_server
 from ..ssh_box import Box, empty_at_the_end, spec
@@ -113,7 +114,7 @@ async def train_and_look(box: Box, store: str, base_model: str) -> None:
 
 
 async def check_a_command_on_the_machine(box: Box) -> None:
-    program = (sys.executable, "-c", "from art_cloud.cli import main; main()")
+    program = (sys.executable, "-c", "from art_cloud.cli.main import main; main()")
     process = await asyncio.create_subprocess_exec(
         *(*program, "ssh", "one", "echo $HOME; exit 7"), stdout=asyncio.subprocess.PIPE
     )
@@ -123,7 +124,7 @@ async def check_a_command_on_the_machine(box: Box) -> None:
 
 async def check_the_tunnel_of_the_command_line(box: Box) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", "from art_cloud.cli import main; main()", "tunnel", "one"),
+        *(sys.executable, "-c", "from art_cloud.cli.main import main; main()", "tunnel", "one"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

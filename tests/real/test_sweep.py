@@ -15,12 +15,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import art_cloud as art
-from art_cloud import fleet, sweep
-from art_cloud.cli import app
-from art_cloud.cluster import store_url
-from art_cloud.errors import ConfigError
-from art_cloud.providers import ClusterSpec, get_provider, local
-from art_cloud.registry import Registry, Use
+from art_cloud.cli.main import app
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.providers import get_provider, local
+from art_cloud.clusters.registry import Registry, Use
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.clusters.up import store_url
+from art_cloud.shared.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +142,9 @@ async def test_a_full_disk_keeps_nothing_running(cluster_home: Path) -> None:
         await start_and_forget(name)
         psutil.Process(await pid_of(name)).suspend()  # so that it never comes to listen
     program = (
-        "from art_cloud.providers import local; local.ENDING_SECONDS = 1\n"
+        "from art_cloud.clusters.providers import local; local.ENDING_SECONDS = 1\n"
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "from art_cloud.cli import main; main()"
+        "from art_cloud.cli.main import main; main()"
     )
 
     async def on_a_full_disk(*arguments: str) -> tuple[int | None, str, str]:

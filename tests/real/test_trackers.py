@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 import art_cloud as art
-from art_cloud.trackers import numbers
+from art_cloud.trackers.tracker import numbers
 
 from ..server_process import TOKEN, ServerProcess
 from ..wandb_files import WandbRun, runs

@@ -13,11 +13,11 @@ import openai
 import pytest
 
 import art_cloud as art
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.errors import ConflictError, NotFoundError, RivalError
-from art_cloud.protocol import CALL_ID, JobInfo
-from art_cloud.store import open_store
-from art_cloud.wire import decode_batch, encode_batch
+from art_cloud.shared.errors import ConflictError, NotFoundError, RivalError
+from art_cloud.shared.protocol import CALL_ID, JobInfo
+from art_cloud.shared.wire import decode_batch, encode_batch
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 from ..calls import MESSAGES, greedy
 from ..server_process import ServerProcess

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 import art_cloud as art
-from art_cloud import tunnel as tunnels
-from art_cloud.attached import AttachedBackend
-from art_cloud.errors import ConfigError, ProviderError, ServerUnavailableError
-from art_cloud.providers import Endpoint
-from art_cloud.tunnel import Tunnel, open_tunnel
+from art_cloud.clusters.attached import AttachedBackend
+from art_cloud.links import tunnel as tunnels
+from art_cloud.links.endpoint import Endpoint
+from art_cloud.links.tunnel import Tunnel, open_tunnel
+from art_cloud.shared.errors import ConfigError, ProviderError, ServerUnavailableError
 
 from ..calls import ask
 from ..server_process import TOKEN, ServerProcess

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from art_cloud.errors import ConfigError, ProviderError, ServerUnavailableError
-from art_cloud.providers import SSHRoute
-from art_cloud.ssh_links import forget_login, log_in_early
-from art_cloud.tunnel import open_tunnel
+from art_cloud.links.endpoint import SSHRoute
+from art_cloud.links.logins import forget_login, log_in_early
+from art_cloud.links.tunnel import open_tunnel
+from art_cloud.shared.errors import ConfigError, ProviderError, ServerUnavailableError
 
 from ..calls import ask
 from ..server_process import ServerProcess

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud.names import ModelName
+from art_cloud.shared.names import ModelName
 
 from ..server_process import TOKEN, ServerProcess
 from ..waiting import wait_until
@@ -25,7 +25,8 @@ SMALL = 4096
 
 def _impatient() -> None:
     """In the server: it waits for 3 s, serves one policy at once, and its system takes little."""
-    from art_server import __main__, doors
+    from art_server import __main__
+    from art_server.api import doors
     from art_server.inference import TransformersEngine
 
     real = __main__.listen

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 import art_cloud as art
-from art_cloud.protocol import POLICY
+from art_cloud.shared.protocol import POLICY
 
 from ..contract.engines import vllm_python
 from ..server_process import ServerProcess

@@ -23,9 +23,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from art_cloud._version import __version__
-from art_cloud.protocol import CALL_ID, PROTOCOL
-from art_cloud.wire import TrainBatch, decode_batch
+from art_cloud.shared.protocol import CALL_ID, PROTOCOL
+from art_cloud.shared.version import __version__
+from art_cloud.shared.wire import TrainBatch, decode_batch
 
 TOKEN = "a-secret-token"
 NOW = "2026-11-20T00:00:00Z"

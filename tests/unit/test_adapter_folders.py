@@ -11,19 +11,19 @@ from uuid import uuid4
 
 import pytest
 import torch
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
-from art_cloud.adapter_folders import FREE, pull, push
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import ConfigError, ConflictError, CorruptBlobError
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo, RegisterRequest
-from art_cloud.store import FileStore
-from art_cloud.wire import encode_batch
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import ConfigError, ConflictError, CorruptBlobError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo, RegisterRequest
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.adapters import FREE, pull, push
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.files import FileStore
 
 from ..contract.engines import load_model, make_adapter
 from ..synthetic import batch

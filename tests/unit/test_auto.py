@@ -10,8 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import art_cloud as art
-from art_cloud.auto_rl import SHOWN, _chosen, print_result
-from art_cloud.cli import app
+from art_cloud.cli.main import app
+from art_cloud.rewards.auto_rl import SHOWN, _chosen, print_result
 
 
 def test_every_task_comes_once_in_each_pass() -> None:

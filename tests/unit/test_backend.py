@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 import art_cloud as art
-from art_cloud.names import ModelName
+from art_cloud.shared.names import ModelName
 
 from .stand_in import DROP, PING, TOKEN, StandIn, checkpoint, error, serve
 

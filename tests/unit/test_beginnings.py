@@ -7,15 +7,15 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
 
-from art_cloud.checkpoints import Manifest
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import ConflictError
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo, JobKind, RegisterRequest, StepResult
-from art_cloud.wire import encode_batch
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import ConflictError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Manifest
 
 from ..synthetic import batch
 

@@ -14,9 +14,8 @@ from uuid import uuid4
 
 import pytest
 
-from art_cloud.checkpoints import Checkpoints, Manifest, best
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import (
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import (
     ConflictError,
     CorruptBlobError,
     NotFoundError,
@@ -25,8 +24,9 @@ from art_cloud.errors import (
     StoreFullError,
     UnreadableError,
 )
-from art_cloud.names import ModelName
-from art_cloud.store import FileStore
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints, Manifest, best
+from art_cloud.store.files import FileStore
 
 NAME = ModelName("games", "agent")
 FILES = {

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from art_cloud import __version__
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.cli import app
-from art_cloud.config import LoRAConfig
-from art_cloud.names import ModelName
-from art_cloud.providers import ClusterSpec
-from art_cloud.registry import Registry, home
-from art_cloud.store import open_store
+from art_cloud.cli.main import app
+from art_cloud.clusters.registry import Registry, home
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.opening import open_store
 
 MODEL = ModelName("games", "agent")
 
@@ -33,7 +33,7 @@ def run(*arguments: str, answer: str | None = None) -> Result:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from art_cloud.cli import main; main()", *arguments]
+    program = [sys.executable, "-c", "from art_cloud.cli.main import main; main()", *arguments]
     return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
@@ -61,7 +61,7 @@ def make_steps(url: str, count: int) -> Checkpoints:
 
 def test_help_is_light_and_names_every_command() -> None:
     program = (
-        "import sys\nfrom art_cloud.cli import app\n"
+        "import sys\nfrom art_cloud.cli.main import app\n"
         "try: app(['--help'])\n"
         "finally: print('heavy', {'torch', 'pydantic', 'openai', 'httpx', 'rich', 'asyncio'}"
         " & sys.modules.keys())"

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from art_server.trajectory_log import write_logged
+from art_server.steps.trajectory_log import write_logged
 from typer.testing import CliRunner, Result
 
-from art_cloud.batch import logged_trajectories
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.cli import app
-from art_cloud.config import Retention
-from art_cloud.names import ModelName
-from art_cloud.protocol import LogRequest
-from art_cloud.providers import ClusterSpec
-from art_cloud.registry import Registry, home
-from art_cloud.store import FileStore
+from art_cloud.cli.main import app
+from art_cloud.clusters.registry import Registry, home
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.rollouts.batch import logged_trajectories
+from art_cloud.shared.config import Retention
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import LogRequest
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.files import FileStore
 
 from ..synthetic import as_groups, batch
 from .test_checkpoints import commit, contents

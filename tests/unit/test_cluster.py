@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import cluster, doctor, fleet, providers, ssh_login
-from art_cloud.durations import parse_duration
-from art_cloud.errors import ConfigError, NotFoundError
-from art_cloud.providers import ClusterSpec, get_provider, local
-from art_cloud.registry import Registry, Use, home
+from art_cloud.clusters import doctor, fleet, providers
+from art_cloud.clusters import up as cluster
+from art_cloud.clusters.providers import get_provider, local
+from art_cloud.clusters.providers.ssh import login as ssh_login
+from art_cloud.clusters.registry import Registry, Use, home
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import ConfigError, NotFoundError
+from art_cloud.shared.limits import parse_duration
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from art_cloud.config import PRESETS, LoRAConfig, SFTConfig, TrainConfig
+from art_cloud.shared.config import PRESETS, LoRAConfig, SFTConfig, TrainConfig
 
 
 def test_a_loss_brings_its_papers_choices() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from art_server.data import rl_data, sft_batches, sft_data, sft_learning_rate
 from art_server.inference import render
+from art_server.steps.batches import rl_data, sft_batches, sft_data, sft_learning_rate
 from art_server.training import BaseModel, load_base
 
-from art_cloud.config import SFTConfig, TrainConfig
-from art_cloud.errors import ContextLengthError, RequestTooLargeError, UntrainableError
-from art_cloud.names import ModelName
-from art_cloud.protocol import Sample, SFTExample, TrainGroup
-from art_cloud.wire import TrainBatch
+from art_cloud.shared.config import SFTConfig, TrainConfig
+from art_cloud.shared.errors import ContextLengthError, RequestTooLargeError, UntrainableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import Sample, SFTExample, TrainGroup
+from art_cloud.shared.wire import TrainBatch
 
 from ..synthetic import batch
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from art_server.inference.detokenize import TextStream
+from art_server.inference.transformers.detokenize import TextStream
 from art_server.tiny_model import make_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import typer
 from art_server.__main__ import parse_arguments
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
 from pydantic import BaseModel
 
-from art_cloud.cli import app
-from art_cloud.config import PRESETS, LoRAConfig, SFTConfig, TrainConfig
-from art_cloud.errors import BY_CODE
-from art_cloud.protocol import (
+from art_cloud.cli.main import app
+from art_cloud.shared.config import PRESETS, LoRAConfig, SFTConfig, TrainConfig
+from art_cloud.shared.errors import BY_CODE
+from art_cloud.shared.protocol import (
     JobInfo,
     JobKind,
     RegisterRequest,
@@ -25,8 +25,8 @@ from art_cloud.protocol import (
     SFTRequest,
     TrainGroup,
 )
-from art_cloud.trackers import GROUPS
-from art_cloud.wire import TrainBatch, encode_batch
+from art_cloud.shared.wire import TrainBatch, encode_batch
+from art_cloud.trackers.tracker import GROUPS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

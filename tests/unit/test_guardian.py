@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from art_server.guardian import GRACE_SECONDS, RETURN_SECONDS, Guardian, Limits
+from art_server.lifetime import GRACE_SECONDS, RETURN_SECONDS, Guardian, Limits
 from art_server.watchdog import STALL_SECONDS
 from hypothesis import given
 from hypothesis import strategies as st

@@ -15,10 +15,11 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from art_server import jobs as jobs_module
-from art_server.jobs import TRAINED, Jobs, Journal, Report
+from art_server.steps import jobs as jobs_module
+from art_server.steps.jobs import Jobs, Report
+from art_server.steps.journal import TRAINED, Journal
 
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ConfigError,
     ConflictError,
     JobError,
@@ -26,8 +27,8 @@ from art_cloud.errors import (
     ServerStoppingError,
     StoreFullError,
 )
-from art_cloud.names import ModelName
-from art_cloud.protocol import ErrorBody, JobEvent, JobInfo, StepResult
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import ErrorBody, JobEvent, JobInfo, StepResult
 
 NAME = ModelName("p", "m")
 DONE = StepResult(step=1, policy="p/m@1", metrics={"loss": 0.5})

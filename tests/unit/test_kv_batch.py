@@ -1,7 +1,7 @@
 """Rows join, grow and leave; what a row holds never changes on the way."""
 
 import torch
-from art_server.inference.kv_batch import KVBatch
+from art_server.inference.transformers.kv_batch import KVBatch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache

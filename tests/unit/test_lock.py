@@ -7,7 +7,7 @@ from importlib.metadata import requires
 import pytest
 from packaging.requirements import Requirement
 
-from art_cloud.wheel import extras, lock
+from art_cloud.clusters.install import extras, lock
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from art_server.data import rl_data
 from art_server.inference import is_masked
+from art_server.steps.batches import rl_data
 from openai.types.chat.chat_completion import Choice
 
-from art_cloud.batch import make_batch
-from art_cloud.config import TrainConfig
-from art_cloud.errors import UntrainableError
-from art_cloud.names import ModelName
-from art_cloud.trajectory import Trajectory, TrajectoryGroup
-from art_cloud.wire import decode_batch, encode_batch
+from art_cloud.rollouts.batch import make_batch
+from art_cloud.rollouts.group import TrajectoryGroup
+from art_cloud.rollouts.trajectory import Trajectory
+from art_cloud.shared.config import TrainConfig
+from art_cloud.shared.errors import UntrainableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.wire import decode_batch, encode_batch
 
 NAME = ModelName("p", "m")
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from art_cloud.durations import parse_deadline, parse_duration, reserve, words
-from art_cloud.errors import ConfigError
-from art_cloud.money import Usage, choose, make_receipt
-from art_cloud.providers import CAP_SECONDS, ClusterSpec, Offer
+from art_cloud.clusters.costs import Usage, choose, make_receipt
+from art_cloud.clusters.spec import CAP_SECONDS, ClusterSpec, Offer
+from art_cloud.shared.errors import ConfigError
+from art_cloud.shared.limits import parse_deadline, parse_duration, reserve, words
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 

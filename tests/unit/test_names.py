@@ -1,7 +1,7 @@
 import pytest
 
-from art_cloud.errors import ConfigError
-from art_cloud.names import ModelName, PolicyName, check_name
+from art_cloud.shared.errors import ConfigError
+from art_cloud.shared.names import ModelName, PolicyName, check_name
 
 
 @pytest.mark.parametrize("text", ["a", "2048", "Qwen2.5-3B_x", "a" * 64])

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud import phases
-from art_cloud.phases import phase, phases_of
-from art_cloud.providers import ClusterSpec
-from art_cloud.registry import Registry
+from art_cloud.clusters import timeline as phases
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.clusters.timeline import phase, phases_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from art_server.inference.placement import (
 )
 from transformers import Qwen3Config
 
-from art_cloud.errors import ConfigError
+from art_cloud.shared.errors import ConfigError
 
 
 def needs(billions: float, activations: float = 4, kv: float = 4) -> Needs:

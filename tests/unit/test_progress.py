@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from art_cloud import progress
+from art_cloud.shared import progress
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from art_server.inference.prompt_length import LONG, PromptLength, is_long, longest_token
+from art_server.inference.openai.prompt_length import LONG, PromptLength, is_long, longest_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from art_cloud.errors import ContextLengthError
+from art_cloud.shared.errors import ContextLengthError
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud.errors import ConfigError, NotFoundError, RegistryError
-from art_cloud.protocol import ServerInfo
-from art_cloud.providers import ClusterSpec
-from art_cloud.registry import Registry, Use, default_name, home, in_use
+from art_cloud.clusters.registry import Registry, Use, default_name, home, in_use
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import ConfigError, NotFoundError, RegistryError
+from art_cloud.shared.protocol import ServerInfo
 
 SPEC = ClusterSpec(provider="local", store="file:///somewhere")
 
@@ -62,7 +62,7 @@ def test_only_the_owner_can_read_it_and_the_token_is_nowhere_else() -> None:
 
 def test_of_many_processes_that_claim_a_name_one_is_first() -> None:
     program = (
-        "from art_cloud.registry import Registry; from art_cloud.providers import ClusterSpec\n"
+        "from art_cloud.clusters.registry import Registry; from art_cloud.clusters.spec import ClusterSpec\n"
         "for i in range(20):\n"
         "    spec = ClusterSpec(provider='local', store='s')\n"
         "    record, fresh = Registry().claim(f'c{i}', spec)\n"
@@ -83,9 +83,7 @@ def test_of_many_processes_that_claim_a_name_one_is_first() -> None:
 
 def test_a_use_is_seen_by_others_until_its_process_ends() -> None:
     assert not in_use("a")
-    program = (
-        "from art_cloud.registry import Use; use = Use('a'); print('used', flush=True); input()"
-    )
+    program = "from art_cloud.clusters.registry import Use; use = Use('a'); print('used', flush=True); input()"
     other = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -132,8 +130,8 @@ def test_to_read_needs_nothing_that_can_be_written(mode: str) -> None:
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "from art_cloud.registry import *\n"
-        "from art_cloud.providers import ClusterSpec\n"
-        "from art_cloud.errors import RegistryError\n"
+        "from art_cloud.clusters.spec import ClusterSpec\n"
+        "from art_cloud.shared.errors import RegistryError\n"
         "registry = Registry(); [record] = registry.list()\n"
         "assert registry.phases(record) == [('boot', 1.0)] and registry.usage(record) is None\n"
         "assert registry.receipts() == [] and not in_use('a')\n"

@@ -11,19 +11,19 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from art_server.programs import Programs
-from art_server.pruning import Pruner
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.pruning import Pruner
+from art_server.steps.runtime import Runtime, Settings
 from pydantic import ValidationError
 
-from art_cloud.checkpoints import Checkpoints, Manifest
-from art_cloud.config import LoRAConfig, Retention
-from art_cloud.errors import NotFoundError
-from art_cloud.names import ModelName
-from art_cloud.protocol import CheckpointInfo, JobInfo, JobKind, RegisterRequest, StepResult
-from art_cloud.retention import prune, to_remove
-from art_cloud.store import FileStore
-from art_cloud.wire import encode_batch
+from art_cloud.shared.config import LoRAConfig, Retention
+from art_cloud.shared.errors import NotFoundError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import CheckpointInfo, JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.checkpoints import Checkpoints, Manifest
+from art_cloud.store.files import FileStore
+from art_cloud.store.retention import prune, to_remove
 
 from ..synthetic import batch
 from ..waiting import until

@@ -104,7 +104,7 @@ async def test_a_straggler_becomes_a_timeout_in_its_group() -> None:
 async def test_a_straggler_that_ignores_its_cancellation_does_not_hang_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("art_cloud.rollout.CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr("art_cloud.rollouts.running.CANCEL_SECONDS", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> art.Trajectory:

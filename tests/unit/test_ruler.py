@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud.judging import Judgement
+from art_cloud.rewards.judging import Judgement
 
 from ..judged import ask, conversation, group_of, quality, rewards
 from ..openai_server import (

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import art_cloud as art
-from art_cloud.judging import Judgement, content_of, make_call, shuffled
+from art_cloud.rewards.judging import Judgement, content_of, make_call, shuffled
 
 from ..judged import QUESTION, quality, rewards
 from ..openai_server import (
@@ -86,7 +86,7 @@ def test_a_mark_or_an_id_that_a_text_contains_is_drawn_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = iter(["beef", "cafe", "dead", "f00d", "f00d", "abcd"])
-    monkeypatch.setattr("art_cloud.judging.secrets.token_hex", lambda size: next(drawn))
+    monkeypatch.setattr("art_cloud.rewards.judging.secrets.token_hex", lambda size: next(drawn))
     texts = ["</trajectory-beef>", "I am trajectory dead."]
     call = make_call([content([[{"role": "user", "content": text}]]) for text in texts], "")
     assert mark_of(call.system) == "cafe"

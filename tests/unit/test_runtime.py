@@ -10,21 +10,21 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
 
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import (
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import (
     ConfigError,
     ConflictError,
     NotFoundError,
     RivalError,
     StoreUnavailableError,
 )
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo, JobKind, RegisterRequest, StepResult
-from art_cloud.store import Blob
-from art_cloud.wire import encode_batch
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo, JobKind, RegisterRequest, StepResult
+from art_cloud.shared.wire import encode_batch
+from art_cloud.store.base import Blob
 
 from ..synthetic import batch
 
@@ -150,7 +150,7 @@ async def test_a_step_that_was_given_up_and_is_there_all_the_same_has_no_rival(
         return created
 
     with monkeypatch.context() as patch:
-        patch.setattr("art_server.commits.STORE_SECONDS", 0.0)
+        patch.setattr("art_server.steps.commits.STORE_SECONDS", 0.0)
         patch.setattr(runtime.store, "create", lose_the_answer)
         with pytest.raises(StoreUnavailableError, match="came there all the same is not known"):
             await run(programs, "train", body, call)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from art_server.inference.sampling import Sampler, SamplingParams, cut_top_p
+from art_server.inference.transformers.sampling import Sampler, SamplingParams, cut_top_p
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import art_cloud as art
-from art_cloud.auto_rl import make_model, make_tools
-from art_cloud.scenarios import rouge_l
+from art_cloud.rewards.auto_rl import make_model, make_tools
+from art_cloud.rewards.scenarios import rouge_l
 
 from ..openai_server import KEY, Answer, generate, openai_server
 

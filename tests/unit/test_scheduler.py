@@ -7,7 +7,7 @@ import torch
 from art_server.inference import TransformersEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from art_cloud.errors import ConfigError, InvalidRequestError, ServerError
+from art_cloud.shared.errors import ConfigError, InvalidRequestError, ServerError
 
 from ..waiting import until
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from art_cloud.errors import ConfigError, ProviderError
-from art_cloud.providers import ClusterSpec, get_provider
-from art_cloud.providers.skypilot import Options
-from art_cloud.skypilot_bridge import PYTHON, call, find_python
+from art_cloud.clusters.providers import get_provider
+from art_cloud.clusters.providers.skypilot.bridge import PYTHON, call, find_python
+from art_cloud.clusters.providers.skypilot.provider import Options
+from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.shared.errors import ConfigError, ProviderError
 
 PAGE = Path(__file__).parents[2] / "docs" / "skypilot.md"
 
@@ -57,7 +58,7 @@ async def test_without_skypilot_its_installation_is_explained(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.delenv(PYTHON, raising=False)
-    monkeypatch.setattr("art_cloud.skypilot_bridge.find_spec", lambda name: None)
+    monkeypatch.setattr("art_cloud.clusters.providers.skypilot.bridge.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"(?s)not installed.*export {PYTHON}="):
         await get_provider("skypilot").list()
     monkeypatch.setenv(PYTHON, "/no/such/python")

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud import store as store_module
-from art_cloud.errors import (
+from art_cloud.shared.errors import (
     ConfigError,
     CorruptBlobError,
     NotFoundError,
     StoreError,
     StoreUnavailableError,
 )
-from art_cloud.store import FileStore, Store, open_store
+from art_cloud.store import base as store_module
+from art_cloud.store.base import Store
+from art_cloud.store.files import FileStore
+from art_cloud.store.opening import open_store
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_a_key_is_written_once(store: FileStore) -> None:
 RACER = """
 import sys, time
 from pathlib import Path
-from art_cloud.store import FileStore
+from art_cloud.store.files import FileStore
 root, me, gate = sys.argv[1:]
 store = FileStore(Path(root))
 print("ready", flush=True)
@@ -83,7 +85,7 @@ def test_of_racing_processes_one_wins(store: FileStore, tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from art_cloud.store import FileStore
+from art_cloud.store.files import FileStore
 root, source = map(Path, sys.argv[1:])
 store = FileStore(root)
 print("ready", flush=True)
@@ -217,8 +219,8 @@ def test_a_file_in_the_way_is_an_error_of_the_store(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from art_cloud.errors import StoreFullError
-from art_cloud.store import FileStore
+from art_cloud.shared.errors import StoreFullError
+from art_cloud.store.files import FileStore
 root, source = map(Path, sys.argv[1:])
 store = FileStore(root)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

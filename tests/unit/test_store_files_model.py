@@ -20,9 +20,10 @@ from uuid import uuid4
 
 import pytest
 
-from art_cloud import store as store_module
-from art_cloud.errors import NotFoundError
-from art_cloud.store import FileStore, sha256_of
+from art_cloud.shared.errors import NotFoundError
+from art_cloud.store import base as store_module
+from art_cloud.store.base import sha256_of
+from art_cloud.store.files import FileStore
 
 from ..schedules import Actor, Run, Violation, explore
 

@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from art_cloud import checkpoints as checkpoints_module
-from art_cloud import upkeep as upkeep_module
-from art_cloud.checkpoints import Checkpoints, Kind, Manifest, superseded
-from art_cloud.config import LoRAConfig, Retention
-from art_cloud.errors import ConflictError, NotFoundError, RivalError
-from art_cloud.names import ModelName
-from art_cloud.retention import prune
-from art_cloud.store import Blob, Moved, missing_blob, sha256_of, unwatched
-from art_cloud.upkeep import GRACE, Garbage, collect_garbage, find_garbage
+from art_cloud.shared.config import LoRAConfig, Retention
+from art_cloud.shared.errors import ConflictError, NotFoundError, RivalError
+from art_cloud.shared.names import ModelName
+from art_cloud.store import checkpoints as checkpoints_module
+from art_cloud.store import garbage as upkeep_module
+from art_cloud.store.base import Blob, Moved, missing_blob, sha256_of, unwatched
+from art_cloud.store.checkpoints import Checkpoints, Kind, Manifest, superseded
+from art_cloud.store.garbage import GRACE, Garbage, collect_garbage, find_garbage
+from art_cloud.store.retention import prune
 
 from ..schedules import Actor, Explored, Run, Violation, explore
 

@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from art_server.inference.tools import ToolCall, ToolCallParser
+from art_server.inference.openai.tool_calls import ToolCall, ToolCallParser
 from hypothesis import given
 from hypothesis import strategies as st
 

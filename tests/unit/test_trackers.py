@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import art_cloud as art
-from art_cloud import trackers
-from art_cloud.attached import AttachedBackend
-from art_cloud.names import ModelName
-from art_cloud.providers import ClusterSpec, Endpoint, Offer
-from art_cloud.registry import ClusterRecord
-from art_cloud.trackers import Event, Run, Trackers, run_id, some_of, tracked_name, wanted
+from art_cloud.clusters.attached import AttachedBackend
+from art_cloud.clusters.registry import ClusterRecord
+from art_cloud.clusters.spec import ClusterSpec, Offer
+from art_cloud.links.endpoint import Endpoint
+from art_cloud.shared.names import ModelName
+from art_cloud.trackers import feeds as trackers
+from art_cloud.trackers.feeds import Trackers, some_of, wanted
+from art_cloud.trackers.tracker import Event, Run, run_id, tracked_name
 
 NAME = ModelName("p", "m")
 RUN = Run(id="m-1", project="p", name="m", config={}, history=[])

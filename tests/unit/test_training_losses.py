@@ -16,7 +16,7 @@ from art_server.training.losses import Sums, token_losses, token_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from art_cloud.config import TrainConfig
+from art_cloud.shared.config import TrainConfig
 
 from .training_data import random_batch
 

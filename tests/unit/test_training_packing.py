@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from art_cloud.config import LoRAConfig, TrainConfig
-from art_cloud.errors import ConfigError
+from art_cloud.shared.config import LoRAConfig, TrainConfig
+from art_cloud.shared.errors import ConfigError
 
 from .training_data import VOCABULARY, random_batch
 

@@ -17,8 +17,8 @@ from art_server.training import AdamParams, BaseModel, Datum, Trainer, load_base
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from art_cloud.config import LoRAConfig, TrainConfig
-from art_cloud.errors import (
+from art_cloud.shared.config import LoRAConfig, TrainConfig
+from art_cloud.shared.errors import (
     ConfigError,
     ContextLengthError,
     JobError,

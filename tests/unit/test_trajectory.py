@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
 
 import art_cloud as art
-from art_cloud.batch import make_batch, mean_metrics, reward_metrics
-from art_cloud.names import ModelName
+from art_cloud.rollouts.batch import make_batch, mean_metrics, reward_metrics
+from art_cloud.shared.names import ModelName
 
 NAME = ModelName("p", "m")
 

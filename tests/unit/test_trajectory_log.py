@@ -11,17 +11,17 @@ from uuid import uuid4
 import duckdb
 import pandas as pd
 import pytest
-from art_server.programs import Programs
-from art_server.runtime import Runtime, Settings
-from art_server.trajectory_log import write_logged
+from art_server.steps.programs import Programs
+from art_server.steps.runtime import Runtime, Settings
+from art_server.steps.trajectory_log import write_logged
 
 import art_cloud as art
-from art_cloud.batch import logged_trajectories
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import InvalidRequestError, JobError, StoreUnavailableError
-from art_cloud.names import ModelName
-from art_cloud.protocol import JobInfo, JobKind, LogRequest, RegisterRequest, StepResult
-from art_cloud.wire import encode_batch
+from art_cloud.rollouts.batch import logged_trajectories
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import InvalidRequestError, JobError, StoreUnavailableError
+from art_cloud.shared.names import ModelName
+from art_cloud.shared.protocol import JobInfo, JobKind, LogRequest, RegisterRequest, StepResult
+from art_cloud.shared.wire import encode_batch
 
 from ..synthetic import as_groups, batch
 

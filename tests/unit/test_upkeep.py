@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from art_cloud.checkpoints import Checkpoints
-from art_cloud.errors import StoreError, StoreUnavailableError
-from art_cloud.names import ModelName
-from art_cloud.store import FileStore
-from art_cloud.upkeep import Garbage, collect_garbage, find_garbage, models, verify
+from art_cloud.shared.errors import StoreError, StoreUnavailableError
+from art_cloud.shared.names import ModelName
+from art_cloud.store.checkpoints import Checkpoints
+from art_cloud.store.files import FileStore
+from art_cloud.store.garbage import Garbage, collect_garbage, find_garbage, models, verify
 
 from .test_checkpoints import commit, contents, draft, folder_of
 

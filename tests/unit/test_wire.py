@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import TensorSpec, serialize
 
-from art_cloud.config import TrainConfig
-from art_cloud.errors import InvalidRequestError, RequestTooLargeError, UntrainableError
-from art_cloud.protocol import Sample, TrainGroup
-from art_cloud.wire import VALUE_BYTES, TrainBatch, _pack, decode_batch, encode_batch
+from art_cloud.shared.config import TrainConfig
+from art_cloud.shared.errors import InvalidRequestError, RequestTooLargeError, UntrainableError
+from art_cloud.shared.protocol import Sample, TrainGroup
+from art_cloud.shared.wire import VALUE_BYTES, TrainBatch, _pack, decode_batch, encode_batch
 
 LIMIT = 1 << 24
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -168,8 +168,8 @@ def test_a_batch_that_only_grows_when_written_out_is_refused() -> None:
 MEASURE = """
 import re, sys
 from pathlib import Path
-from art_cloud.errors import InvalidRequestError
-from art_cloud.wire import TrainBatch, decode_batch, encode_batch
+from art_cloud.shared.errors import InvalidRequestError
+from art_cloud.shared.wire import TrainBatch, decode_batch, encode_batch
 
 
 def most() -> int:

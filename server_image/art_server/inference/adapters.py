@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from art_cloud.errors import ConfigError, ConflictError
+from art_cloud.shared.errors import ConfigError, ConflictError
 
 BASE = "__base__"  # what PEFT calls rows without an adapter in a mixed batch
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from art_cloud.errors import ArtCloudError, NotFoundError
+from art_cloud.shared.errors import ArtCloudError, NotFoundError
 
 Route = Literal["chat/completions", "completions"]
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from art_cloud.errors import ConfigError
+from art_cloud.shared.errors import ConfigError
 
 Mode = Literal["resident", "sleep", "separate"]
 MODES: tuple[Mode, ...] = ("resident", "sleep", "separate")

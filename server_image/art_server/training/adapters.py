@@ -14,8 +14,8 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from art_cloud.config import LoRAConfig
-from art_cloud.errors import ConfigError
+from art_cloud.shared.config import LoRAConfig
+from art_cloud.shared.errors import ConfigError
 
 from .loading import BaseModel
 

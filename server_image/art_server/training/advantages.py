@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from art_cloud.config import RewardScale
+from art_cloud.shared.config import RewardScale
 
 EPS = 1e-4
 """Added to the standard deviation, as in TRL's GRPOTrainer."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from art_cloud.errors import ConfigError
+from art_cloud.shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

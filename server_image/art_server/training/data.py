@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from art_cloud.errors import ContextLengthError, UntrainableError
+from art_cloud.shared.errors import ContextLengthError, UntrainableError
 
 
 @dataclass(frozen=True)

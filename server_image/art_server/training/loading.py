@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from art_cloud.errors import ConfigError
+from art_cloud.shared.errors import ConfigError
 
 NO_HUB = "couldn't connect to"
 """What transformers says where there is no way to the Hugging Face hub."""

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from art_cloud.config import Normalization, TrainConfig
+from art_cloud.shared.config import Normalization, TrainConfig
 
 from .data import Datum
 

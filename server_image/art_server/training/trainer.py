@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from art_cloud.config import LoRAConfig, TrainConfig
-from art_cloud.errors import ConfigError, JobError, NotFoundError
+from art_cloud.shared.config import LoRAConfig, TrainConfig
+from art_cloud.shared.errors import ConfigError, JobError, NotFoundError
 
 from . import attention
 from .adapters import Adapters, Parameters, dump, fill

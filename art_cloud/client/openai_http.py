@@ -1,0 +1,100 @@
+"""The HTTP client under `openai_client()`: a request waits for its server instead of failing.
+
+A completion has no effect but its answer, so one whose connection broke is sent again, once the
+server is back or another has taken its place, at whatever address that has then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import openai
+
+from ..links.relay import REFUSED
+from ..shared.protocol import VERSION
+from .http import GATEWAY_STATUSES, Address
+
+_httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]]
+"""The httpx that openai is built on."""
+
+BROKEN = (_httpx.NetworkError, _httpx.RemoteProtocolError, _httpx.ConnectTimeout)
+NOT_FOUND = 404
+"""What a server says that was started anew, and has not been told of the model yet."""
+REPEATS = 5
+"""How often one request is sent again: a request that ends its server should not end ten."""
+
+UNAUTHORIZED = 401
+"""What a server says that replaced another one, of a request that waited for it with the token of
+that one."""
+
+Back = Callable[[], Awaitable[Address]]
+"""Waits until the server answers; returns where, and its token. Raises if it does not come back."""
+
+
+def http_client(
+    back: Back | None, *, timeout: float, trust_env: bool
+) -> openai.DefaultAsyncHttpxClient:
+    """Args:
+    back: None: a request whose connection broke fails.
+    timeout: seconds.
+    """
+    limits = _httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    options = {"limits": limits, "timeout": timeout, "trust_env": trust_env}
+    return openai.DefaultAsyncHttpxClient(**options) if back is None else Patient(back, **options)
+
+
+class Patient(openai.DefaultAsyncHttpxClient):
+    def __init__(self, back: Back, **options: Any) -> None:
+        super().__init__(**options)
+        self._back = back
+
+    async def send(self, request: Any, **options: Any) -> Any:
+        for repeat in range(REPEATS + 1):
+            try:
+                response = await super().send(request, **options)
+            except BROKEN:
+                if repeat == REPEATS:
+                    raise
+            else:
+                forgotten = response.status_code in (NOT_FOUND, UNAUTHORIZED) and repeat == 0
+                if repeat == REPEATS or not (_undelivered(response) or forgotten):
+                    if options.get("stream"):
+                        response.stream = _Stream(response.stream, request)
+                    return response
+                await response.aclose()
+            url, token = await self._back()
+            now = _httpx.URL(url)
+            request.url = request.url.copy_with(host=now.host, port=now.port)
+            request.headers["Host"] = now.netloc.decode()
+            request.headers["Authorization"] = f"Bearer {token}"
+        raise AssertionError
+
+
+def _undelivered(response: Any) -> bool:
+    """Whether a tunnel or a proxy answered in the server's place."""
+    proxied = response.status_code in GATEWAY_STATUSES and VERSION not in response.headers
+    return REFUSED in response.headers or proxied
+
+
+class _Stream(_httpx.AsyncByteStream):  # type: ignore[misc]
+    """An answer on its way: what of it has come can't be taken back, so it is not repeated."""
+
+    def __init__(self, stream: Any, request: Any) -> None:
+        self._stream = stream
+        self._request = request
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._stream:
+                yield chunk
+        except BROKEN as error:
+            raise openai.APIConnectionError(
+                message=f"The connection broke in the middle of an answer ({error!r}). What came "
+                "before is not the whole of it: repeat the request.",
+                request=self._request,
+            ) from error
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -1,0 +1,374 @@
+"""SkyPilot: the server as the job of a cluster of its own, on whatever cloud has the GPU.
+
+What is asked of SkyPilot is in `launch/skypilot/bridge.py`, which runs in a Python that has
+it: its dependencies and ours need not agree. A cluster is called "art-cloud-" and its name there.
+
+Source of what SkyPilot does: https://docs.skypilot.co/en/latest/reference/api.html.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import math
+import shlex
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue, PositiveInt, ValidationError
+
+from ....links.endpoint import Endpoint, SSHRoute
+from ....links.logins import forget_login, log_in_early
+from ....shared.config import Frozen
+from ....shared.errors import ConfigError, LaunchError, NotFoundError, ProviderError
+from ....shared.progress import enabled, say
+from ....shared.validation import complaint
+from ...install import LAUNCH, extras, lock, source
+from ...registry import home
+from ...spec import Check, ClusterSpec, Instance, Offer, Which
+from .bridge import Answers, answers, call, lines
+
+ENDPOINT = "endpoint.json"
+"""Of the cluster's folder: where its server was found last."""
+CONFIG = "ssh_config"
+"""Of the same: how to log in to its machine."""
+LOG = "server.log"
+"""Of the same: what the server wrote, once it has been ended."""
+KNOWN_HOSTS = "known_hosts"
+"""Of the same: the key of its machine."""
+SECONDS_TO_TAKE = 60
+"""The server takes its secrets at once, if it lives."""
+LOCK_POLL_SECONDS = 0.1
+SECONDS_TO_END = 40
+"""What the login and the server's own end may take; after that its machine just goes."""
+
+
+class Options(Frozen):
+    """What `up("skypilot", ...)` takes beside the common arguments."""
+
+    gpu: str | None = None
+    """A name of SkyPilot's, "H100", with ":2" for two of them on each node."""
+    cloud: str | None = None
+    """"aws", "kubernetes", "slurm", ...; None: the cheapest of those that are enabled."""
+    region: str | None = None
+    """A Slurm cluster or a Kubernetes context is one too."""
+    zone: str | None = None
+    spot: bool = False
+    """On-demand is taken where no spot machine can be had."""
+    any_of: tuple[dict[str, JsonValue], ...] = ()
+    """Resources in SkyPilot's words, each beside the other options; the cheapest is taken."""
+    num_nodes: PositiveInt | None = None
+    image: str | None = None
+    """"docker:NAME@DIGEST" of an image whose `python` has art-cloud[server]."""
+    python: str | None = None
+    """A Python on the machine that has it: then nothing is installed."""
+    yaml: str | None = None
+    """A SkyPilot task of one's own, without a name, `run` and secrets."""
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        """Those of the task, as SkyPilot's YAML has them."""
+        places = (self.cloud, self.region, self.zone)
+        infra = "/".join(place or "*" for place in places).rstrip("/*")
+        words = {"accelerators": self.gpu, "infra": infra, "image_id": self.image}
+        common = {key: value for key, value in words.items() if value}
+        choices: list[dict[str, Any]] = [dict(choice) for choice in self.any_of]
+        if self.spot:
+            both_ways = [{"use_spot": True}, {"use_spot": False}]
+            choices = [
+                way | choice
+                for choice in choices or [{}]
+                for way in ([{}] if "use_spot" in choice else both_ways)
+            ]
+        return common | {"any_of": choices} if choices else common
+
+
+class SkyPilotProvider:
+    def __init__(self) -> None:
+        self._following: dict[str, Answers] = {}
+        """What the servers say that were launched here, after they had their secrets."""
+
+    async def offers(self, spec: ClusterSpec) -> list[Offer]:
+        """What SkyPilot's catalog has of it on the clouds that are enabled.
+
+        Raises:
+            ConfigError: no cloud is enabled, no such GPU, or the YAML can't be used.
+        """
+        found = await call("offers", task=_task(spec, _options(spec)))
+        return [Offer(provider="skypilot", **offer) for offer in found]
+
+    async def launch(self, spec: ClusterSpec, name: str) -> None:
+        """Have SkyPilot find a machine, set it up, and start the server as its job.
+
+        Raises:
+            NoMachineError: none could be had; the message says what was tried.
+            ConflictError: there is one of that name that somebody else started.
+        """
+        options = _options(spec)
+        task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
+        async with _one_at_a_time(name) as folder:
+            _forget(folder, ENDPOINT)
+            on_log, fresh = (say if enabled() else None), True
+            try:
+                ssh = await call("launch", name=name, task=task, on_log=on_log)
+                if ssh is not None:
+                    fresh = ssh.pop("fresh")
+                    _forget(folder, KNOWN_HOSTS, LOG)
+                    route = _route(folder, **ssh)
+                    following = answers("follow", name=name)
+                    if await _hand_over(route, following, spec.server_environment()):
+                        self._following[name] = following
+                        log_in_early(route)
+            except ProviderError:
+                if fresh:
+                    await self.terminate(name)
+                raise
+
+    async def endpoint(self, name: str) -> Endpoint:
+        folder = _folder(name)
+        try:
+            return Endpoint.model_validate_json((folder / ENDPOINT).read_text())
+        except FileNotFoundError:
+            pass
+        following = self._following.pop(name, None) or answers("follow", name=name)
+        try:
+            async with aclosing(following):
+                found = await anext(said["result"] async for said in following if "result" in said)
+        except NotFoundError as error:
+            raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
+        if "ended" in found:
+            raise LaunchError(_last_words(name, found["ended"]))
+        route = _known_route(folder, name)
+        if not (folder / KNOWN_HOSTS).exists():
+            await _run(route, "true")
+        endpoint = Endpoint(url=found["url"], ssh=route)
+        (folder / ENDPOINT).write_text(endpoint.model_dump_json())
+        return endpoint
+
+    async def list(self) -> list[Instance]:
+        """Clusters of this user whose name at SkyPilot begins with "art-cloud-".
+
+        Their clouds are asked, each time: what SkyPilot remembers may be gone.
+        """
+        return [_instance(one) for one in await call("list")]
+
+    async def terminate(self, name: str, *, only: Which | None = None) -> None:
+        """Cancel its launch, if that goes on, and have SkyPilot take the machine down, with the
+        server, which ends in good order first where that can be had."""
+        identity: str | None = None
+        if only is not None:
+            there = [_instance(one) for one in await call("list", name=name)]
+            if there and not only(there[0]):
+                return
+            identity = there[0].identity if there else None
+        await _end_server(home() / "clusters" / name, name)
+        log: list[str] = []
+        async for line in lines("terminate", name=name, only=identity):
+            log.append(line)
+            with suppress(OSError):  # a full disk keeps no machine
+                (_folder(name) / LOG).write_text("\n".join(log))
+        with suppress(OSError):
+            _forget(_folder(name), ENDPOINT, KNOWN_HOSTS)
+
+    async def logs(self, name: str, *, follow: bool) -> AsyncIterator[str]:
+        """What the server wrote. Its machine has it, and `terminate` leaves it here."""
+        kept, said, lost = _folder(name) / LOG, 0, None
+        try:
+            async for line in lines("logs", name=name, follow=follow):
+                yield line
+                said += 1
+        except NotFoundError as error:
+            lost = error
+        if kept.exists():
+            for line in kept.read_text().split("\n")[said:]:
+                yield line
+        elif lost:
+            raise lost
+
+    async def check(self) -> Sequence[Check]:
+        """For `art-cloud doctor`: the clouds that are enabled."""
+        clouds = await call("check")
+        return [Check(subject="clouds of SkyPilot", state="ok", message=", ".join(clouds))]
+
+
+def _options(spec: ClusterSpec) -> Options:
+    try:
+        options = Options.model_validate(spec.options)
+    except ValidationError as error:
+        known = ", ".join(Options.model_fields)
+        raise ConfigError(
+            f'up("skypilot", ...): {complaint(error)}. Its options are: {known}.'
+        ) from error
+    in_all = options.any_of and all("accelerators" in choice for choice in options.any_of)
+    if not (options.gpu or options.yaml or in_all):
+        raise ConfigError('up("skypilot", ...) needs a gpu="H100", accelerators or a yaml=.')
+    return options
+
+
+def _task(spec: ClusterSpec, options: Options) -> dict[str, Any]:
+    """What is asked of SkyPilot, for `make_task` of the bridge."""
+    cap = spec.max_hourly
+    if spec.budget is not None and spec.offer is not None:
+        cap = spec.offer.price_per_hour  # the server counts with it
+    return {
+        "resources": options.resources,
+        "num_nodes": options.num_nodes,
+        "yaml": str(Path(options.yaml).expanduser().resolve()) if options.yaml else None,
+        "max_hourly_cost": cap,
+        "envs": {},
+        "mounts": {},
+    }
+
+
+def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
+    """The part of the task that says which server is installed and run."""
+    envs = {
+        "ART_CLOUD_NAME": name,
+        "ART_CLOUD_OWNER": spec.owner,
+        "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
+        "ART_CLOUD_SECONDS": f"{spec.cap_seconds:.0f}" if math.isfinite(spec.cap_seconds) else "0",
+        "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
+    }
+    if envs["ART_CLOUD_PYTHON"]:
+        return {"envs": envs}
+    what, wanted = source(), extras(spec.engine)
+    envs["ART_CLOUD_ENVIRONMENT"] = what.environment(spec.engine)
+    envs["ART_CLOUD_REQUIREMENT"] = what.requirement(wanted)
+    mounts = {
+        "~/.art-cloud/prepare.py": str(LAUNCH / "ssh" / "prepare.py"),
+        "~/.art-cloud/server.lock.txt": str(lock(spec.engine)),
+    }
+    if what.wheel is not None:
+        envs["ART_CLOUD_REQUIREMENT"] = f"art-cloud[{wanted}]"  # server.yaml finds the wheel
+        mounts[f"~/.art-cloud/wheels/{what.wheel.name}"] = str(what.wheel)
+    return {"envs": envs, "mounts": mounts}
+
+
+async def _hand_over(route: SSHRoute, following: Answers, secrets: dict[str, str]) -> bool:
+    """What the server must know and SkyPilot must not: it writes secrets of a task to disks, and
+    gives them to programs as arguments. False: the server has them already, or has ended.
+
+    The login is made while the server is on its way. A set-up may last longer than a login.
+    """
+    # the pipe may be gone: another launch has done it
+    take = f'IFS= read -r pipe; [ ! -p "$pipe" ] || timeout {SECONDS_TO_TAKE} cat > "$pipe"'
+    command = f"sh -c {shlex.quote(take)}"
+    exports = (f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
+    async with _login(route, command) as early:
+        asked = await anext(following)
+        if "waits" not in asked:
+            return False
+        said = f"{asked['waits']}\n{''.join(exports)}"
+        if early.returncode is None:
+            await _say(route, early, said)
+            return True
+    async with _login(route, command) as late:
+        await _say(route, late, said)
+    return True
+
+
+def _route(folder: Path, host: str, config: str) -> SSHRoute:
+    """The way to the machine that SkyPilot started, by its ssh configuration.
+
+    SkyPilot takes any host key, each time. Here the first one that is seen, when the machine is
+    new, is the one that it must have from then on.
+    """
+    own = (
+        f"Host {host}\n"
+        f"  HostKeyAlias {host}\n"
+        f"  UserKnownHostsFile {folder / KNOWN_HOSTS}\n"
+        "  StrictHostKeyChecking accept-new\n\n"
+    )
+    (folder / CONFIG).write_text(own + config)
+    return _known_route(folder, folder.name)
+
+
+def _known_route(folder: Path, name: str) -> SSHRoute:
+    return SSHRoute(host=f"art-cloud-{name}", config=str(folder / CONFIG))
+
+
+async def _run(route: SSHRoute, command: str) -> None:
+    """Run a command there."""
+    async with _login(route, command) as process:
+        await _say(route, process, "")
+
+
+@asynccontextmanager
+async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
+    """A command that runs there, and ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *("ssh", *route.options, "-o", "BatchMode=yes", route.host, command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _say(route: SSHRoute, process: Process, said: str) -> None:
+    """To a command, and wait for its end."""
+    _, errors = await process.communicate(said.encode())
+    if process.returncode:
+        why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
+        raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
+
+
+def _instance(found: dict[str, Any]) -> Instance:
+    started_at = datetime.fromtimestamp(found["started_at"], UTC)
+    return Instance.model_validate({**found, "provider": "skypilot", "started_at": started_at})
+
+
+def _last_words(name: str, log: Sequence[str]) -> str:
+    said = "\n".join(f"  {line}" for line in log) or "  (nothing)"
+    return (
+        f"The server of {name} ended, or was never started. The last lines of what it and its "
+        f"set-up wrote:\n{said}\nMend what they name, then start it again."
+    )
+
+
+def _folder(name: str) -> Path:
+    folder = home() / "clusters" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+async def _end_server(folder: Path, name: str) -> None:
+    """In good order, if its machine can be reached."""
+    if not (folder / KNOWN_HOSTS).exists():
+        return
+    route = _known_route(folder, name)
+    forget_login(route)
+    server = f"'[-]m art_server --name {name} '"  # not the pattern itself
+    stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
+    with suppress(ProviderError, TimeoutError):
+        async with asyncio.timeout(SECONDS_TO_END):
+            await _run(route, stop)
+
+
+def _forget(folder: Path, *names: str) -> None:
+    """What was known of the machine before."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def _one_at_a_time(name: str) -> AsyncIterator[Path]:
+    """Launches of one name by this user wait for each other: the first decides."""
+    folder = _folder(name)
+    with (folder / "launch").open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(LOCK_POLL_SECONDS)
+        yield folder

@@ -1,0 +1,390 @@
+"""What this user started, or meant to start: an SQLite file beside the clusters' folders.
+
+A cluster is written here, with its token, before a provider is asked for anything. So a crash at
+any line leaves a name that `art-cloud status` shows and `art-cloud down` ends.
+
+To read needs nothing that can be written: neither room on the disk nor leave to write there. So
+what runs is shown, and ended, also when the end can't be noted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import os
+import re
+import secrets
+import socket
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TextIO
+
+import platformdirs
+from pydantic import SecretStr
+
+from ..shared.errors import NotFoundError, RegistryError
+from ..shared.names import check_name
+from ..shared.protocol import ServerInfo
+from .costs import Receipt, Usage, make_receipt
+from .spec import ClusterSpec, Instance
+
+RecordState = Literal["starting", "running", "ending"]
+
+BUSY_TIMEOUT_SECONDS = 30.0
+SCHEMA = (
+    """
+CREATE TABLE IF NOT EXISTS clusters (
+    name       TEXT PRIMARY KEY,
+    spec       TEXT NOT NULL,
+    token      TEXT NOT NULL,
+    state      TEXT NOT NULL,
+    created_at TEXT NOT NULL
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS phases (
+    name       TEXT NOT NULL,
+    created_at TEXT NOT NULL,
+    label      TEXT NOT NULL,
+    seconds    REAL NOT NULL
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS servers (
+    name           TEXT NOT NULL,
+    created_at     TEXT NOT NULL,
+    started_at     TEXT NOT NULL,
+    seen_at        TEXT NOT NULL,
+    steps          INTEGER NOT NULL,
+    tokens_trained INTEGER NOT NULL,
+    tokens_sampled INTEGER NOT NULL,
+    PRIMARY KEY (name, created_at, started_at)
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS receipts (
+    name       TEXT NOT NULL,
+    created_at TEXT NOT NULL,
+    receipt    TEXT NOT NULL,
+    PRIMARY KEY (name, created_at)
+)
+""",
+)
+
+
+def home() -> Path:
+    """Where art-cloud keeps this user's things: `ART_CLOUD_HOME`, or the platform's data folder."""
+    chosen = os.environ.get("ART_CLOUD_HOME")
+    folder = Path(chosen) if chosen else platformdirs.user_data_path("art-cloud")
+    return folder.expanduser().resolve()
+
+
+def default_name(provider: str) -> str:
+    """`art-<user>-<provider>`: the same on every call, so that a second start finds the first."""
+    user = re.sub(r"[^A-Za-z0-9]+", "-", getpass.getuser()).strip("-") or "user"
+    return check_name(f"art-{user[:40]}-{provider}"[:64], "cluster")
+
+
+def whoami() -> str:
+    """Who starts things here, for others who find them to read."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+class Use:
+    """This process's mark on a cluster: as long as it stands, others see that it is in use.
+
+    It is a shared lock on a file, so it goes with the process, however that ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = _open_uses(name)
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        self._file.close()
+
+
+def in_use(name: str) -> bool:
+    """Whether somebody else on this machine has a `Use` of the cluster."""
+    try:
+        with _uses(name).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return False
+
+
+def _open_uses(name: str) -> TextIO:
+    path = _uses(name)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path.open("a")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _uses(name: str) -> Path:
+    return home() / "clusters" / check_name(name, "cluster") / "uses"
+
+
+def _unwritable(error: OSError) -> RegistryError:
+    return RegistryError(
+        f"{error.filename} can't be written: {error.strerror}. Make room there, or set "
+        "ART_CLOUD_HOME to a folder of your own."
+    )
+
+
+@dataclass(frozen=True)
+class ClusterRecord:
+    name: str
+    spec: ClusterSpec
+    state: RecordState
+    created_at: datetime
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """A name is given to one cluster after another."""
+        return self.name, self.created_at.isoformat()
+
+    def has(self, instance: Instance) -> bool:
+        """Whether it was started for this cluster; not what others started under its name."""
+        named = (instance.provider, instance.name) == (self.spec.provider, self.name)
+        return named and instance.owner in (None, self.spec.owner)
+
+
+class Registry:
+    """Safe for several processes at once; only its owner can read it.
+
+    Raises, from every call:
+        RegistryError: its file can't be read, or not written.
+    """
+
+    def __init__(self) -> None:
+        self.path = home() / "clusters.sqlite"
+
+    def claim(self, name: str, spec: ClusterSpec) -> tuple[ClusterRecord, bool]:
+        """Record the intent to start `name`, with a fresh token.
+
+        Returns the record and True, or the record that was there already and False.
+        """
+        check_name(name, "cluster")
+        with self._transaction() as database:
+            found = database.execute("SELECT * FROM clusters WHERE name = ?", [name]).fetchone()
+            if found:
+                return _record(found), False
+            token, now = SecretStr(secrets.token_urlsafe(32)), datetime.now(UTC)
+            spec = spec.model_copy(update={"token": token, "launched_at": now})
+            record = ClusterRecord(name, spec, "starting", now)
+            database.execute(
+                "INSERT INTO clusters VALUES (:name, :spec, :token, :state, :created_at)",
+                {
+                    "name": name,
+                    "spec": spec.model_dump_json(),
+                    "token": token.get_secret_value(),
+                    "state": record.state,
+                    "created_at": record.created_at.isoformat(),
+                },
+            )
+            return record, True
+
+    def get(self, name: str) -> ClusterRecord | None:
+        return next((record for record in self.list() if record.name == name), None)
+
+    def list(self) -> list[ClusterRecord]:
+        return [_record(row) for row in self._read("SELECT * FROM clusters ORDER BY name")]
+
+    def current(self, record: ClusterRecord) -> ClusterRecord | None:
+        """What is known of the same cluster now; None if it was ended."""
+        now = self.get(record.name)
+        return now if now is not None and now.key == record.key else None
+
+    def renew_token(self, record: ClusterRecord) -> ClusterRecord:
+        """The record with a fresh token, for a server that replaces a lost one; or with that which
+        another program gave it since `record` was read.
+
+        Raises:
+            NotFoundError: the cluster was ended.
+        """
+        with self._transaction() as database:
+            found = database.execute(
+                "SELECT * FROM clusters WHERE name = ? AND created_at = ?", record.key
+            ).fetchone()
+            if found is None:
+                raise unknown(record.name)
+            now = _record(found)
+            if now.spec.token != record.spec.token:
+                return now
+            token = secrets.token_urlsafe(32)
+            database.execute(
+                "UPDATE clusters SET token = ? WHERE name = ? AND created_at = ?",
+                [token, *record.key],
+            )
+        spec = now.spec.model_copy(update={"token": SecretStr(token)})
+        return replace(now, spec=spec)
+
+    def set_state(self, record: ClusterRecord, state: RecordState) -> None:
+        with self._transaction() as database:
+            database.execute(
+                "UPDATE clusters SET state = ? WHERE name = ? AND created_at = ?",
+                [state, *record.key],
+            )
+
+    def remove(self, record: ClusterRecord) -> None:
+        """Forget `record`, of which nothing was started; a later one of the same name stays."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
+
+    def end(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
+        """Forget `record` but for its receipt.
+
+        Its end is now if it was `seen_to_end`, else it has come unseen since it was last asked.
+        """
+        receipt = self.receipt(record, seen_to_end=seen_to_end)
+        with self._transaction() as database:
+            database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
+            database.execute(
+                "INSERT OR IGNORE INTO receipts VALUES (?, ?, ?)",
+                [*record.key, receipt.model_dump_json()],
+            )
+        return receipt
+
+    def add_phase(self, record: ClusterRecord, label: str, seconds: float) -> None:
+        with self._transaction() as database:
+            database.execute(
+                "INSERT INTO phases VALUES (?, ?, ?, ?)", [*record.key, label, seconds]
+            )
+
+    def phases(self, record: ClusterRecord) -> Sequence[tuple[str, float]]:
+        """What the launch of `record` went through, with the seconds that each took."""
+        found = self._read(
+            "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ? ORDER BY rowid",
+            record.key,
+        )
+        return [(row["label"], row["seconds"]) for row in found]
+
+    def note(self, record: ClusterRecord, server: ServerInfo) -> None:
+        """Keep what the server of `record` says it has done until now."""
+        with self._transaction() as database:
+            database.execute(
+                "INSERT OR REPLACE INTO servers VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    *record.key,
+                    server.started_at.isoformat(),
+                    datetime.now(UTC).isoformat(),
+                    server.steps_made,
+                    server.tokens_trained,
+                    server.tokens_sampled,
+                ],
+            )
+
+    def usage(self, record: ClusterRecord) -> Usage | None:
+        """What all servers of `record` said; None if none was ever asked."""
+        found = self._read(
+            "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
+            " FROM servers WHERE name = ? AND created_at = ?",
+            record.key,
+        )
+        if not found or found[0][0] is None:
+            return None
+        return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
+
+    def receipts(self) -> Sequence[Receipt]:
+        """Of the clusters that have ended, the oldest first."""
+        rows = self._read("SELECT receipt FROM receipts ORDER BY created_at")
+        return [Receipt.model_validate_json(row["receipt"]) for row in rows]
+
+    def receipt(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
+        """What `end` keeps of `record`."""
+        return make_receipt(
+            record.name,
+            record.spec,
+            self.usage(record),
+            datetime.now(UTC),
+            seen_to_end=seen_to_end,
+        )
+
+    def _read(self, query: str, values: Sequence[str] = ()) -> Sequence[sqlite3.Row]:
+        """The rows; none if nothing was ever written."""
+        try:
+            if not self.path.exists():
+                return []
+            try:
+                return self._rows("mode=ro", query, values)
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):
+                    return []
+                # what a killed program left is mended first; else nothing is there to be written
+                mode = "mode=rw" if self._is_torn() else "mode=ro&immutable=1"
+                return self._rows(mode, query, values)
+        except OSError as error:
+            raise RegistryError(
+                f"{self.path} can't be read: {error.strerror}. Set ART_CLOUD_HOME to a folder of "
+                "your own."
+            ) from error
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _is_torn(self) -> bool:
+        left = [Path(f"{self.path}-{what}") for what in ("journal", "wal")]
+        return any(path.exists() and path.stat().st_size for path in left)
+
+    def _rows(self, mode: str, query: str, values: Sequence[str]) -> Sequence[sqlite3.Row]:
+        with closing(self._connect(mode)) as database:
+            return database.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise _unwritable(error) from error
+        try:
+            with closing(self._connect("mode=rw")) as database:
+                database.execute("PRAGMA journal_mode = DELETE")  # who reads has nothing to write
+                database.execute("PRAGMA synchronous = FULL")
+                database.execute("BEGIN IMMEDIATE")
+                with database:
+                    for table in SCHEMA:
+                        database.execute(table)
+                    yield database
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        database = sqlite3.connect(
+            f"{self.path.as_uri()}?{mode}",
+            uri=True,
+            timeout=BUSY_TIMEOUT_SECONDS,
+            isolation_level=None,
+        )
+        database.row_factory = sqlite3.Row
+        return database
+
+    def _unusable(self, error: sqlite3.Error) -> RegistryError:
+        return RegistryError(
+            f"The list of clusters in {self.path} can't be used: {error}. It tells what runs, so "
+            "look at it before you remove it."
+        )
+
+
+def _record(row: sqlite3.Row) -> ClusterRecord:
+    spec = ClusterSpec.model_validate_json(row["spec"])
+    return ClusterRecord(
+        name=row["name"],
+        spec=spec.model_copy(update={"token": SecretStr(row["token"])}),
+        state=row["state"],
+        created_at=datetime.fromisoformat(row["created_at"]),
+    )
+
+
+def unknown(name: str) -> NotFoundError:
+    """The error for a cluster that nobody knows; it says which are known."""
+    known = ", ".join(record.name for record in Registry().list()) or "none"
+    return NotFoundError(f"There is no cluster {name!r}. Known are: {known}.")

@@ -1,0 +1,203 @@
+"""Everything that art-cloud raises on purpose.
+
+A message says what happened, to what, and what to do next. The same classes are raised on the
+server: `code` and `status` carry them over HTTP, and the client raises the class back.
+
+    ArtCloudError
+    ├── ConfigError                  a value that can't be meant: raised before anything is sent
+    │   └── RegistryError            the list of clusters on this machine can't be read or written
+    ├── InvalidRequestError          the server refused the request (400)
+    │   ├── ContextLengthError       the prompt does not fit into the model's context
+    │   ├── RequestTooLargeError     the body is over the server's limit (413)
+    │   └── UntrainableError         trajectories that nothing can be learned from as they are
+    ├── AuthError                    wrong or missing token (401)
+    ├── NotFoundError                no such model, step, job or cluster (404)
+    ├── ConflictError                the same id stands for something else already (409)
+    │   └── RivalError               another server committed this step: two trainers, one model
+    ├── ServerError
+    │   ├── ServerUnavailableError   nobody answers at the address, or it went away
+    │   ├── ServerStoppingError      the server is on its way out (503)
+    │   └── VersionMismatchError     client and server are of different versions
+    ├── JobError                     a job ended without its step
+    │   └── CanaryError              the engine would serve other weights than were trained
+    ├── StoreError
+    │   ├── StoreUnavailableError    the store did not answer: never read as "empty"
+    │   ├── StoreAccessError         the store refused the credentials: wrong, expired, not allowed
+    │   ├── StoreFullError           no space left; the step before is whole
+    │   ├── CorruptBlobError         content does not match its hash; nothing was loaded
+    │   └── UnreadableError          a manifest that this version does not understand
+    ├── RolloutError
+    │   ├── RolloutTimeoutError      one rollout passed its deadline
+    │   └── TooManyExceptionsError   more rollouts failed than `max_exceptions` allows
+    ├── AnswerError                  a judge or a generator gave no answer that can be used
+    └── ProviderError
+        ├── LaunchError              the machine or its server did not come up
+        │   └── NoMachineError       no machine could be had: nothing was started
+        └── IncompleteListError      some machines can't tell what runs there; others did
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from ..clusters.spec import Instance
+
+
+class ArtCloudError(Exception):
+    """Root of the tree. `code` names the class on the wire, `status` is its HTTP status."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+
+
+class ConfigError(ArtCloudError):
+    code = "invalid_config"
+    status = 400
+
+
+class RegistryError(ConfigError):
+    code = "registry_unusable"
+
+
+class InvalidRequestError(ArtCloudError):
+    code = "invalid_request"
+    status = 400
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class RequestTooLargeError(InvalidRequestError):
+    code = "request_too_large"
+    status = 413
+
+
+class UntrainableError(InvalidRequestError):
+    code = "untrainable"
+
+
+class AuthError(ArtCloudError):
+    code = "invalid_api_key"
+    status = 401
+
+
+class NotFoundError(ArtCloudError):
+    code = "not_found"
+    status = 404
+
+
+class ConflictError(ArtCloudError):
+    code = "conflict"
+    status = 409
+
+
+class RivalError(ConflictError):
+    code = "rival_server"
+    call_id = ""
+    """Of the call that made the step; empty where that is not known."""
+
+
+class ServerError(ArtCloudError):
+    code = "server_error"
+
+
+class ServerUnavailableError(ServerError):
+    code = "server_unavailable"
+    status = 502
+
+
+class ServerStoppingError(ServerError):
+    code = "server_stopping"
+    status = 503
+
+
+class VersionMismatchError(ServerError):
+    code = "version_mismatch"
+    status = 426
+
+
+class JobError(ArtCloudError):
+    code = "job_failed"
+
+
+class CanaryError(JobError):
+    code = "canary_failed"
+
+
+class StoreError(ArtCloudError):
+    code = "store_error"
+
+
+class StoreUnavailableError(StoreError):
+    code = "store_unavailable"
+    status = 503
+
+
+class StoreAccessError(StoreError):
+    code = "store_access_denied"
+
+
+class StoreFullError(StoreError):
+    code = "store_full"
+    status = 507
+
+
+class CorruptBlobError(StoreError):
+    code = "corrupt_blob"
+
+
+class UnreadableError(StoreError):
+    code = "unreadable"
+
+
+class RolloutError(ArtCloudError):
+    code = "rollout_failed"
+
+
+class RolloutTimeoutError(RolloutError):
+    code = "rollout_timeout"
+
+
+class TooManyExceptionsError(RolloutError):
+    code = "too_many_exceptions"
+
+
+class AnswerError(ArtCloudError):
+    code = "unusable_answer"
+
+
+class ProviderError(ArtCloudError):
+    code = "provider_error"
+
+
+class LaunchError(ProviderError):
+    code = "launch_failed"
+
+
+class NoMachineError(LaunchError):
+    code = "no_machine"
+
+
+class IncompleteListError(ProviderError):
+    code = "incomplete_list"
+
+    def __init__(
+        self, message: str = "", instances: Sequence[Instance] = (), unsure: Collection[str] = ()
+    ) -> None:
+        """`unsure`: the recorded clusters that may be where nothing could be told."""
+        super().__init__(message)
+        self.instances = list(instances)
+        self.unsure = frozenset(unsure)
+
+
+def _tree(root: type[ArtCloudError]) -> dict[str, type[ArtCloudError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_CODE: dict[str, type[ArtCloudError]] = _tree(ArtCloudError)
