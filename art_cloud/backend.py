@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -17,9 +17,9 @@ from .rollouts.batch import as_groups, logged_trajectories, make_batch, mean_met
 from .rollouts.group import TrajectoryGroup
 from .rollouts.recording import RecordedTrajectory, record
 from .rollouts.trajectory import Messages, Trajectory
-from .shared.config import Frozen, SFTConfig, TrainConfig
+from .shared.config import Frozen, LoRAConfig, Retention, SFTConfig, TrainConfig
 from .shared.errors import ConfigError, VersionMismatchError
-from .shared.names import whole_path
+from .shared.names import ModelName, whole_path
 from .shared.progress import say
 from .shared.protocol import (
     PROTOCOL,
@@ -40,7 +40,6 @@ from .trackers.tracker import Run, run_id
 
 if TYPE_CHECKING:
     from .links.tunnel import Tunnel
-    from .model import Model, TrainableModel
     from .trackers.tracker import TrackerName
 
 C = TypeVar("C", bound=Frozen)
@@ -49,7 +48,44 @@ TrainResult: TypeAlias = StepResult
 
 REPEATED = 10
 """A warning that goes on is said again after so many steps."""
-TRACKED_CONFIG = {"base_model", "lora", "config"}
+
+
+class Logged(Protocol):
+    """What a backend knows of a model whose trajectories and metrics it keeps."""
+
+    name: str
+    project: str
+    report_metrics: list[TrackerName] | None
+
+    @property
+    def full_name(self) -> ModelName: ...
+
+    async def get_step(self) -> int: ...
+
+    def attach(
+        self,
+        backend: Backend,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None: ...
+
+    def tracked_config(self) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class Trainable(Logged, Protocol):
+    """What a backend knows of a model that it trains."""
+
+    base_model: str
+    lora: LoRAConfig
+    retention: Retention | None
+
+    def get_inference_name(self, step: int | None = None) -> str: ...
+
+    def move(self, base_url: str, api_key: str) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Backend:
@@ -80,7 +116,7 @@ class Backend:
             url, token, patience=patience, headers=self._headers, transport=transport
         )
         self._calls = Calls(self._server)
-        self._models: list[TrainableModel[Any]] = []
+        self._models: list[Trainable] = []
         self._trackers = Trackers()
         self._steps_without_signal = 0
 
@@ -145,12 +181,10 @@ class Backend:
         _check_version(parse(AnyServerInfo, content))
         return parse(ServerInfo, content)
 
-    async def register(self, model: Model[Any]) -> None:
+    async def register(self, model: Logged) -> None:
         """What `model.register(backend)` does."""
-        from .model import TrainableModel
-
-        trackers, server = wanted(model), await self.info()
-        if not isinstance(model, TrainableModel):
+        trackers, server = wanted(model.name, model.report_metrics), await self.info()
+        if not isinstance(model, Trainable):
             model.attach(self)
             return await self._track(model, trackers, server)
         await self.prepare(model)
@@ -160,7 +194,7 @@ class Backend:
         await self._track(model, trackers, server)
 
     async def _track(
-        self, model: Model[Any], trackers: Sequence[TrackerName], server: ServerInfo
+        self, model: Logged, trackers: Sequence[TrackerName], server: ServerInfo
     ) -> None:
         """Show in `trackers` what was made of `model`, and what will be."""
         name = model.full_name
@@ -170,7 +204,7 @@ class Backend:
                 id=run_id(name, history, server.store),
                 project=model.project,
                 name=model.name,
-                config=model.model_dump(mode="json", include=TRACKED_CONFIG, fallback=str),
+                config=model.tracked_config(),
                 history=history,
             )
             self._trackers.open(name, run, trackers)
@@ -179,7 +213,7 @@ class Backend:
         """`cost/usd` and `cost/usd_per_hour` of the server's machine, if its price is known."""
         return {}
 
-    async def prepare(self, model: TrainableModel[Any]) -> None:
+    async def prepare(self, model: Trainable) -> None:
         """Have the server load the newest step of `model`, or make its step 0."""
         base_model = model.base_model
         if not base_model:
@@ -191,7 +225,7 @@ class Backend:
 
     async def train(
         self,
-        model: TrainableModel[Any],
+        model: Trainable,
         trajectory_groups: Iterable[TrajectoryGroup],
         config: TrainConfig | None = None,
         **overrides: Any,
@@ -230,7 +264,7 @@ class Backend:
 
     async def train_sft(
         self,
-        model: TrainableModel[Any],
+        model: Trainable,
         trajectories: Iterable[Trajectory | Messages],
         config: SFTConfig | None = None,
         **overrides: Any,
@@ -252,13 +286,13 @@ class Backend:
         self._trackers.tell(name, result.step, "sft", result.metrics | self.cost())
         return result
 
-    async def model_info(self, model: TrainableModel[Any]) -> ModelInfo:
+    async def model_info(self, model: Trainable) -> ModelInfo:
         name = model.full_name
         return parse(ModelInfo, await self._calls.ask(name, "GET", path_of(name)))
 
     async def log(
         self,
-        model: Model[Any],
+        model: Logged,
         trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException] | None = None,
         *,
         split: str = "val",
@@ -285,12 +319,12 @@ class Backend:
         return request.metrics
 
     def record(
-        self, model: TrainableModel[Any], step: int | None = None
+        self, model: Trainable, step: int | None = None
     ) -> AbstractAsyncContextManager[RecordedTrajectory]:
         """What `model.record()` does."""
         return record(self._server, model.get_inference_name(step))
 
-    def checkpoints(self, model: TrainableModel[Any]) -> ModelCheckpoints:
+    def checkpoints(self, model: Trainable) -> ModelCheckpoints:
         """The steps of `model` that are kept."""
         return ModelCheckpoints(self._server, model.full_name)
 

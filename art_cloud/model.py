@@ -28,6 +28,7 @@ ConfigT = TypeVar("ConfigT", default=Any)
 REQUEST_SECONDS = 1200.0
 """How long a completion may take: requests queue while many rollouts are under way."""
 RETRIES = 4
+TRACKED_CONFIG = {"base_model", "lora", "config"}
 
 
 class Model(BaseModel, Generic[ConfigT]):
@@ -100,6 +101,10 @@ class Model(BaseModel, Generic[ConfigT]):
         self.inference_base_url, self.inference_api_key = base_url, api_key
         if self._client is not None:
             self._client.base_url, self._client.api_key = base_url, api_key
+
+    def tracked_config(self) -> dict[str, Any]:
+        """What trackers show of this model beside its metrics, as JSON."""
+        return self.model_dump(mode="json", include=TRACKED_CONFIG, fallback=str)
 
     async def close(self) -> None:
         """Close the OpenAI client; the next call of `openai_client` makes a new one."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Agents that call tools, in a plain loop."""

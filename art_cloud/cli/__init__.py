@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The `art-cloud` command. Nothing imports it."""

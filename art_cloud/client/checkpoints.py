@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pydantic import RootModel
 
@@ -15,11 +15,15 @@ from ..shared.protocol import CheckpointInfo, ForkRequest, PruneRequest
 from ..store.checkpoints import best
 from .http import ServerClient, parse, path_of
 
-if TYPE_CHECKING:
-    from ..model import TrainableModel
-
 CheckpointList = RootModel[list[CheckpointInfo]]
 History = RootModel[list[dict[str, Any]]]
+
+
+class Named(Protocol):
+    """A model, as far as its name goes."""
+
+    @property
+    def full_name(self) -> ModelName: ...
 
 
 class ModelCheckpoints:
@@ -88,7 +92,7 @@ class ModelCheckpoints:
             )
         return steps
 
-    async def fork(self, to: TrainableModel[Any] | str, step: int | None = None) -> CheckpointInfo:
+    async def fork(self, to: Named | str, step: int | None = None) -> CheckpointInfo:
         """Begin the model `to` (or `project/model`) at `step` of this one; None: at its newest.
 
         Raises:

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Machines with a server: started, found, watched, paid for and ended."""

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""What programs with a command line share: options, errors as messages, exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""What a cluster is asked to be, what exists of it, and what a provider has to answer."""
 
 from __future__ import annotations
 

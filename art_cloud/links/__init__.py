@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The way to a server on another machine: logins, tunnel, relay."""

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Where a server is, and the way to it from this machine."""
 
 from __future__ import annotations
 

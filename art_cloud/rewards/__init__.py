@@ -1,1 +1,1 @@
-"""TODO room."""
+"""How rollouts are scored, and what judges and generators are asked."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""What an agent did, how it is run many times at once, and what of it is trained on."""

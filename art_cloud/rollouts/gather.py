@@ -8,9 +8,17 @@ from inspect import isawaitable
 from typing import Literal, TypeAlias, TypeVar, overload
 
 from ..shared.errors import ConfigError, TooManyExceptionsError
-from ..shared.progress import Bar, progress
+from ..shared.progress import progress
 from .group import TrajectoryGroup
-from .running import Gathering, _all, _cancel, _run, _Watch, _watch, _within
+from .running import (
+    Gathering,
+    Watch,
+    all_or_none,
+    cancel,
+    current_watch,
+    run_rollouts,
+    within_deadline,
+)
 from .trajectory import Trajectory
 
 T = TypeVar("T")
@@ -46,13 +54,11 @@ async def gather_trajectory_groups(
     with progress(pbar_desc) as bar:
         gathering = Gathering(bar, max_exceptions, timeout)
         given = list(groups)
-        watches = [_Watch(gathering, not isinstance(group, TrajectoryGroup)) for group in given]
+        watches = [Watch(gathering, not isinstance(group, TrajectoryGroup)) for group in given]
         gathering.expect(sum(watch.opaque for watch in watches))
         tasks = [_start(*pair) for pair in zip(given, watches, strict=True)]
 
-        async def one(
-            task: asyncio.Future[TrajectoryGroup], watch: _Watch
-        ) -> list[TrajectoryGroup]:
+        async def one(task: asyncio.Future[TrajectoryGroup], watch: Watch) -> list[TrajectoryGroup]:
             group = await _watched(task, watch)
             if group is None or after_each is None:
                 return [] if group is None else [group]
@@ -61,7 +67,7 @@ async def gather_trajectory_groups(
                 return []
             return replaced if isinstance(replaced, list) else [replaced]
 
-        done = await _all(tasks, [one(*pair) for pair in zip(tasks, watches, strict=True)])
+        done = await all_or_none(tasks, [one(*pair) for pair in zip(tasks, watches, strict=True)])
     return [group for several in done for group in several]
 
 
@@ -100,59 +106,41 @@ async def gather_trajectories(
         gathering = Gathering(bar, max_exceptions, timeout)
         given = list(trajectories)
         gathering.expect(len(given))
-        return await _run(given, gathering)
+        return await run_rollouts(given, gathering)
 
 
 async def gather_one(
     group: Awaitable[TrajectoryGroup], gathering: Gathering
 ) -> TrajectoryGroup | None:
     """Run one group under the limits of `gathering`; None if it failed as a whole, and may."""
-    watch = _Watch(gathering, not isinstance(group, TrajectoryGroup))
+    watch = Watch(gathering, not isinstance(group, TrajectoryGroup))
     gathering.expect(int(watch.opaque))
     task = _start(group, watch)
     try:
         return await _watched(task, watch)
     finally:
-        await _cancel([task])
+        await cancel([task])
 
 
-async def run_group(group: TrajectoryGroup) -> TrajectoryGroup:
-    """Run what is pending in `group`: within the gathering that goes on, if there is one."""
-    watch = _watch.get() or _Watch(Gathering(Bar("", None), 0, None), opaque=False)
-    if watch.opaque:
-        watch.opaque = False
-        watch.gathering.expect(-1)
-    pending = group.take_pending()
-    watch.gathering.expect(len(pending))
-    results = await _run(pending, watch.gathering)
-    return TrajectoryGroup(
-        [*group.trajectories, *results],
-        exceptions=group.exceptions,
-        metadata=group.metadata,
-        metrics=group.metrics,
-        logs=group.logs,
-    )
-
-
-def _start(group: Awaitable[TrajectoryGroup], watch: _Watch) -> asyncio.Future[TrajectoryGroup]:
+def _start(group: Awaitable[TrajectoryGroup], watch: Watch) -> asyncio.Future[TrajectoryGroup]:
     if not isawaitable(group):
         raise ConfigError(
             f"A {type(group).__name__} is no group to await. Give TrajectoryGroup(rollout(...) for "
             "_ in range(8)), or a coroutine that returns a TrajectoryGroup."
         )
-    token = _watch.set(watch)
+    token = current_watch.set(watch)
     try:
         return asyncio.ensure_future(group)
     finally:
-        _watch.reset(token)
+        current_watch.reset(token)
 
 
-async def _watched(task: asyncio.Future[TrajectoryGroup], watch: _Watch) -> TrajectoryGroup | None:
+async def _watched(task: asyncio.Future[TrajectoryGroup], watch: Watch) -> TrajectoryGroup | None:
     """The group of `task`, or None where it failed as a whole, and may."""
     gathering = watch.gathering
     try:
         await asyncio.wait([task], timeout=gathering.timeout)
-        group = await (_within(task, 0) if watch.opaque else task)
+        group = await (within_deadline(task, 0) if watch.opaque else task)
     except TooManyExceptionsError:
         raise
     except Exception as error:

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Rollouts of one task, scored together: complete, or still to be run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, overload
 from pydantic import BaseModel, PrivateAttr
 
 from ..shared.errors import ConfigError
+from .running import run_pending
 from .trajectory import MetadataValue, RolloutFailure, Trajectory
 
 
@@ -74,14 +75,19 @@ class TrajectoryGroup(BaseModel):
         self._pending = [item for item in given if isawaitable(item)]
 
     def __await__(self) -> Generator[Any, None, TrajectoryGroup]:
-        from .gather import run_group
+        return self._run().__await__()
 
-        return run_group(self).__await__()
-
-    def take_pending(self) -> list[Awaitable[Trajectory]]:
-        """Hand over the rollouts that have not been started: the caller awaits them."""
-        taken, self._pending = self._pending, []
-        return taken
+    async def _run(self) -> TrajectoryGroup:
+        """Run what is pending: a group of all of it and of what was there."""
+        pending, self._pending = self._pending, []
+        results = await run_pending(pending)
+        return TrajectoryGroup(
+            [*self.trajectories, *results],
+            exceptions=self.exceptions,
+            metadata=self.metadata,
+            metrics=self.metrics,
+            logs=self.logs,
+        )
 
     def log(self, message: str) -> None:
         self.logs.append(message)

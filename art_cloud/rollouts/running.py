@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""How rollouts run side by side: what is counted, the deadline of each, and what is cancelled."""
 
 from __future__ import annotations
 
@@ -106,24 +106,36 @@ def _where_and_why(error: Exception) -> str:
 
 
 @dataclass
-class _Watch:
+class Watch:
     """One awaitable of `gather_trajectory_groups`; opaque until it runs a TrajectoryGroup."""
 
     gathering: Gathering
     opaque: bool = True
 
 
-_watch: ContextVar[_Watch | None] = ContextVar("art_cloud_watch", default=None)
+current_watch: ContextVar[Watch | None] = ContextVar("art_cloud_watch", default=None)
 
 
-async def _run(
+async def run_pending(
+    rollouts: Sequence[Awaitable[Trajectory]],
+) -> list[Trajectory | Exception]:
+    """Run the rollouts of one group, counted by the gathering that goes on, if there is one."""
+    watch = current_watch.get() or Watch(Gathering(Bar("", None), 0, None), opaque=False)
+    if watch.opaque:
+        watch.opaque = False
+        watch.gathering.expect(-1)
+    watch.gathering.expect(len(rollouts))
+    return await run_rollouts(rollouts, watch.gathering)
+
+
+async def run_rollouts(
     rollouts: Sequence[Awaitable[Trajectory]], gathering: Gathering
 ) -> list[Trajectory | Exception]:
     tasks = [asyncio.ensure_future(rollout) for rollout in rollouts]
 
     async def one(number: int, task: asyncio.Future[Trajectory]) -> Trajectory | Exception:
         try:
-            trajectory = await _within(task, gathering.timeout)
+            trajectory = await within_deadline(task, gathering.timeout)
             if not isinstance(trajectory, Trajectory):
                 raise RolloutError(
                     f"Rollout {number} returned {type(trajectory).__name__}, not a Trajectory."
@@ -134,18 +146,18 @@ async def _run(
         gathering.succeeded([trajectory])
         return trajectory
 
-    return await _all(tasks, [one(*pair) for pair in enumerate(tasks)])
+    return await all_or_none(tasks, [one(*pair) for pair in enumerate(tasks)])
 
 
-async def _within(task: asyncio.Future[T], timeout: float | None) -> T:
+async def within_deadline(task: asyncio.Future[T], timeout: float | None) -> T:
     await asyncio.wait([task], timeout=timeout)
     if not task.done():
-        await _cancel([task])
+        await cancel([task])
         raise RolloutTimeoutError("The rollout passed its deadline and was cancelled.")
     return task.result()
 
 
-async def _all(
+async def all_or_none(
     tasks: Sequence[asyncio.Future[Any]], watchers: list[Coroutine[Any, Any, T]]
 ) -> list[T]:
     """What `watchers` return. If one fails, or the caller is cancelled, all are cancelled."""
@@ -153,10 +165,10 @@ async def _all(
     try:
         return await asyncio.gather(*watching)
     finally:
-        await _cancel([*watching, *tasks])
+        await cancel([*watching, *tasks])
 
 
-async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel what is not done, and wait a little for it to clean up."""
     running = [task for task in tasks if not task.done()]
     for task in running:

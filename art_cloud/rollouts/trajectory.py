@@ -1,4 +1,4 @@
-"""What an agent did: trajectories of messages and choices, in groups that are scored together.
+"""What an agent did: a trajectory of messages and choices, with its reward.
 
 A choice that the art-cloud server returned carries, in its extra field `sample`, the exact ids that
 the model saw and sampled. Training uses those and nothing else, so the messages around them may be

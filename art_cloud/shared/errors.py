@@ -38,11 +38,8 @@ server: `code` and `status` carry them over HTTP, and the client raises the clas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from ..clusters.spec import Instance
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar
 
 
 class ArtCloudError(Exception):
@@ -185,9 +182,10 @@ class IncompleteListError(ProviderError):
     code = "incomplete_list"
 
     def __init__(
-        self, message: str = "", instances: Sequence[Instance] = (), unsure: Collection[str] = ()
+        self, message: str = "", instances: Iterable[Any] = (), unsure: Collection[str] = ()
     ) -> None:
-        """`unsure`: the recorded clusters that may be where nothing could be told."""
+        """`instances`: what was found all the same. `unsure`: the recorded clusters that may be
+        where nothing could be told."""
         super().__init__(message)
         self.instances = list(instances)
         self.unsure = frozenset(unsure)

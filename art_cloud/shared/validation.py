@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""What is wrong with a value that somebody gave, in words; and whether a URL is of this machine."""
 
 from __future__ import annotations
 

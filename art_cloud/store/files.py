@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""A store in a folder."""
 
 from __future__ import annotations
 

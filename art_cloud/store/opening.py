@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The store that a URL names."""
 
 from __future__ import annotations
 

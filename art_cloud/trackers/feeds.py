@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
 
 from ..rollouts.group import TrajectoryGroup
 from ..rollouts.trajectory import Trajectory
@@ -37,20 +36,16 @@ from .tracker import (
     tracked_name,
 )
 
-if TYPE_CHECKING:
-    from ..model import Model
-
-
 RETRY_SECONDS = 60.0
 
 
-def wanted(model: Model[Any]) -> Sequence[TrackerName]:
-    """What `model.report_metrics` names; W&B, if it is None and WANDB_API_KEY is set.
+def wanted(model: str, report_metrics: Sequence[TrackerName] | None) -> Sequence[TrackerName]:
+    """What the `report_metrics` of a model names; W&B, if it is None and WANDB_API_KEY is set.
 
     Raises:
         ConfigError: what it names is not installed, or lacks its keys.
     """
-    if model.report_metrics is None:
+    if report_metrics is None:
         if not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "disabled":
             return ()
         if find_spec("wandb") is None:
@@ -60,20 +55,20 @@ def wanted(model: Model[Any]) -> Sequence[TrackerName]:
             )
             return ()
         return ("wandb",)
-    for name in model.report_metrics:
+    for name in report_metrics:
         if find_spec(name) is None:
             raise ConfigError(
-                f"report_metrics of {model.name} has {name!r}, which is not installed: pip install "
+                f"report_metrics of {model} has {name!r}, which is not installed: pip install "
                 f"'art-cloud[{name}]'"
             )
     keys = [key for key in ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY") if key not in os.environ]
-    if "langfuse" in model.report_metrics and keys:
+    if "langfuse" in report_metrics and keys:
         raise ConfigError(
-            f"report_metrics of {model.name} has 'langfuse', and {' and '.join(keys)} "
+            f"report_metrics of {model} has 'langfuse', and {' and '.join(keys)} "
             f"{'is' if len(keys) == 1 else 'are'} not set. Langfuse gives both in the settings of "
             "a project; LANGFUSE_BASE_URL says where it runs."
         )
-    return tuple(dict.fromkeys(model.report_metrics))
+    return tuple(dict.fromkeys(report_metrics))
 
 
 class Trackers:

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""What a tracker is told of a model, and under which names it shows the metrics."""
 
 from __future__ import annotations
 

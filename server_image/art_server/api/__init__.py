@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The routes, and who may call them: OpenAI's, our own, sessions."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""How a call becomes a step: journal, queue, programs, publishing."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Modal: a sandbox, or a server that scales to zero."""

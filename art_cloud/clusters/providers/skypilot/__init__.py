@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Clouds, Kubernetes and Slurm, by SkyPilot."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Linux machines that the user can log in to."""

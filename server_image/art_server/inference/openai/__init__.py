@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Bodies of OpenAI's API, as both engines read them."""

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The engine in this process: Hugging Face models, batched continuously."""

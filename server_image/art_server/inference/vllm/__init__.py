@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The engine in a process of its own: vLLM's server."""

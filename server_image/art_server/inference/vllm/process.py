@@ -29,7 +29,7 @@ from art_cloud.shared.errors import ConfigError, ServerUnavailableError
 
 log = logging.getLogger("vllm")
 
-MAIN = Path(__file__).with_name("vllm_main.py")
+MAIN = Path(__file__).with_name("patches.py")
 PYTHON = "ART_VLLM_PYTHON"
 BASE = "base"
 """What vLLM calls the base model."""
