@@ -134,7 +134,9 @@ def commit_in_a_child(steps: Checkpoints, draft: Manifest, folder: Path, kill_at
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
             nonlocal lines
-            if not frame.f_code.co_filename.endswith(("store.py", "checkpoints.py", "shutil.py")):
+            if not frame.f_code.co_filename.endswith(
+                ("store/files.py", "store/checkpoints.py", "shutil.py")
+            ):
                 return None
             lines += event == "line"
             if kill_at and lines == kill_at:

@@ -151,13 +151,13 @@ def model(report_metrics: Any = None) -> art.TrainableModel[None]:
 def test_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert wanted(model()) == ()
-    assert wanted(model(["wandb", "wandb"])) == ("wandb",)
+    assert wanted("agent", None) == ()
+    assert wanted("agent", ["wandb", "wandb"]) == ("wandb",)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert wanted(model()) == ("wandb",)
-    assert wanted(model([])) == ()
+    assert wanted("agent", None) == ("wandb",)
+    assert wanted("agent", []) == ()
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wanted(model()) == ()
+    assert wanted("agent", None) == ()
 
 
 def test_what_is_not_installed_is_an_error_only_if_it_is_named(
@@ -167,8 +167,8 @@ def test_what_is_not_installed_is_an_error_only_if_it_is_named(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with pytest.raises(art.ConfigError, match=r"pip install 'art-cloud\[wandb\]'"):
-        wanted(model(["wandb"]))
-    assert wanted(model()) == ()
+        wanted("agent", ["wandb"])
+    assert wanted("agent", None) == ()
     assert "wandb is not installed" in " ".join(capfd.readouterr().err.split())
 
 
