@@ -103,9 +103,10 @@ lock: .venv/dev  ## pin anew what is installed on machines, to the newest versio
 		} > launch/$$extras.lock.txt || exit 1; \
 	done
 
-check: .venv/dev  ## lint and type-check
+check: .venv/dev  ## lint, type-check, and hold the arrows between rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 format: .venv/dev  ## format the code

@@ -79,7 +79,7 @@ class Calls:
     async def ask(
         self, name: ModelName, method: str, path: str, content: BaseModel | None = None
     ) -> bytes:
-        """A call about a model: of a server that has slept and does not know it, once it does."""
+        """Ask about a model; a server that was started again is told of it first."""
         try:
             return await self._server.call(method, path, content)
         except NotFoundError:

@@ -21,7 +21,7 @@ _httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.part
 
 BROKEN = (_httpx.NetworkError, _httpx.RemoteProtocolError, _httpx.ConnectTimeout)
 NOT_FOUND = 404
-"""What a server says that was started anew, and has not been told of the model yet."""
+"""The status of a server that was started again and has not been told of the model yet."""
 REPEATS = 5
 """How often one request is sent again: a request that ends its server should not end ten."""
 

@@ -44,9 +44,9 @@ while the old one exists. Raises why there won't be another."""
 
 
 class AttachedBackend(Backend):
-    """A `Backend` whose server sees, from opening to closing, that it has a client.
+    """A `Backend` that renews the lease of its server from opening to closing.
 
-    So do other programs of this user, if it is of a recorded cluster.
+    Where the cluster is recorded, other programs of this user see that it is in use.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AttachedBackend(Backend):
         super().__init__(endpoint.url, token, patience=patience, headers=endpoint.plain_headers)
         self._endpoint = endpoint
         self._seen: datetime | None = None
-        """When the server started that has the models of this program, if it is one that sleeps."""
+        """When the server was started that knows the models of this program; None: unknown."""
         self._replace = replace
         self._replacing = asyncio.Lock()
         self._replaced = 0

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 SAME = ["provider", "store", "base_model", "engine", "durability", "options"]
 SAME += ["lease_seconds", "idle_seconds", "budget", "deadline"]
-"""What of a spec has to agree with the cluster that is there, where it was asked for."""
+"""Fields of a spec that, if given, must be those of the cluster that runs under the name."""
 
 
 def up(

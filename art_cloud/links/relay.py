@@ -118,4 +118,4 @@ class NearEnd(End):
 
 
 class _Refused(asyncio.Protocol):
-    """Lets a client send to the end what nobody reads, so that it comes to read the answer."""
+    """Takes the rest of a refused request and drops it, so that the client reads the answer."""

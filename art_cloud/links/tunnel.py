@@ -102,7 +102,7 @@ class Tunnel:
         self._link: Link | None = link
         self._client = link.client
         self._settled = asyncio.Event()
-        """Whether it is known if there is a login."""
+        """Set once the last attempt to log in has succeeded or failed."""
         self._settled.set()
         self._keeping = asyncio.create_task(self._keep())
         self._watching = asyncio.create_task(self._watch())

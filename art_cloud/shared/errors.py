@@ -57,6 +57,8 @@ class ConfigError(ArtCloudError):
 
 
 class RegistryError(ConfigError):
+    """The record of clusters on this machine can't be read or written."""
+
     code = "registry_unusable"
 
 
@@ -187,6 +189,8 @@ class CorruptBlobError(StoreError):
 
 
 class UnreadableError(StoreError):
+    """A file in the store is damaged, or a newer art-cloud wrote it. Only its model is hurt."""
+
     code = "unreadable"
 
 

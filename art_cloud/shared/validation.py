@@ -22,7 +22,7 @@ def check_url(url: str) -> None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether `url` is of this machine: what a proxy in the environment is no way to."""
+    """Whether `url` is an address of this machine, which a proxy must not be asked for."""
     return httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
 
 

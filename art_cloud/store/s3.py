@@ -66,7 +66,7 @@ BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 WRITER = "art-cloud-writer"
 """Metadata of a key: which call wrote it."""
 ATTEMPTS = 5
-"""At one request, with growing pauses: about 15 s until a store that is away is called that."""
+"""Tries of one request, with growing pauses: a store counts as away after about 15 s."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 RACERS, RACES = 16, 3
 """Writers that race for a key when a store is opened, and how often."""

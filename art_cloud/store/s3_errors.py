@@ -51,7 +51,7 @@ ACTIONS = {
     "ListMultipartUploads": "s3:ListBucketMultipartUploads",
     "ListParts": "s3:ListMultipartUploadParts",
 }
-"""Operations that a policy names otherwise."""
+"""Operations whose action in an IAM policy has another name."""
 
 
 def code_of(error: ClientError) -> str:

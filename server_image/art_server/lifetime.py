@@ -28,7 +28,7 @@ answer may come back."""
 WARN_AT = (0.2, 0.05)
 """Shares of a limit that are left when its end is announced."""
 POLL_SECONDS = 1.0
-"""What is at work is asked, it does not tell."""
+"""How often the guardian asks what is at work."""
 
 
 @dataclass(frozen=True)

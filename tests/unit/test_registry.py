@@ -62,7 +62,8 @@ def test_only_the_owner_can_read_it_and_the_token_is_nowhere_else() -> None:
 
 def test_of_many_processes_that_claim_a_name_one_is_first() -> None:
     program = (
-        "from art_cloud.clusters.registry import Registry; from art_cloud.clusters.spec import ClusterSpec\n"
+        "from art_cloud.clusters.registry import Registry\n"
+        "from art_cloud.clusters.spec import ClusterSpec\n"
         "for i in range(20):\n"
         "    spec = ClusterSpec(provider='local', store='s')\n"
         "    record, fresh = Registry().claim(f'c{i}', spec)\n"
@@ -83,7 +84,10 @@ def test_of_many_processes_that_claim_a_name_one_is_first() -> None:
 
 def test_a_use_is_seen_by_others_until_its_process_ends() -> None:
     assert not in_use("a")
-    program = "from art_cloud.clusters.registry import Use; use = Use('a'); print('used', flush=True); input()"
+    program = (
+        "from art_cloud.clusters.registry import Use\n"
+        "use = Use('a'); print('used', flush=True); input()"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Steps on their way to the store: patience with it, and those that are stored behind their jobs.
+"""How a step gets to the store: with patience while the store is away, and behind its job if asked.
 
 With `--durability async` a job is done once its step is served. The step goes to the store while
 the next one is rolled out, and the model's next step waits for that before it counts.

@@ -1,4 +1,4 @@
-"""The journal and the queue: a call is on disk before it is answered, and is done once.
+"""The queue: a call is in the journal before it is answered, and is done once.
 
 Jobs run one after another, in the journal's order. A job that was running when the server died runs
 again from the newest step in the store; the programs (`programs.py`) make that repeatable. So does

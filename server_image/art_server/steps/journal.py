@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The journal: every call and what became of it, on disk before anybody is answered."""
 
 from __future__ import annotations
 

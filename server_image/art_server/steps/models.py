@@ -17,9 +17,13 @@ may register them anew."""
 
 
 class Models:
-    """A model that another server has trained is fenced: all that is asked of it here is answered
-    with that, until it is registered anew. One of which a step is made again, after a restart, has
-    whoever asks for it wait: its plain name never means a step that is gone."""
+    """Which step of each model is the newest, and whether the model may be used.
+
+    A model is fenced when another server has trained it: every request for it gets that error
+    until it is registered again. A model is repeating when, after a restart, a step that was
+    served has to be made again: requests for its plain name wait, so that it never means an older
+    step.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[ModelName, Manifest] = {}

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Pruner:
-    """One model at a time: what is left out now, the model's next step makes up for."""
+    """Prunes one model at a time. A model that comes meanwhile is pruned after its next step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.references: dict[ModelName, int] = {}

@@ -30,7 +30,7 @@ from .runtime import Runtime
 log = logging.getLogger(__name__)
 
 BEHIND_SECONDS = 0.1
-"""What is stored behind its job leaves the processors to the first tokens of the step."""
+"""How long an upload behind its job waits, so that the first tokens of the step come first."""
 
 Keep = Callable[[], Awaitable[None]]
 """Keeps what a step was trained on, once the step is in the store."""

@@ -41,7 +41,7 @@ LOG = "server.log"
 KNOWN_HOSTS = "known_hosts"
 """Of the same: the key of its machine."""
 SECONDS_TO_TAKE = 60
-"""The server takes its secrets at once, if it lives."""
+"""How long a server may take to read its secrets. One that runs reads them at once."""
 LOCK_POLL_SECONDS = 0.1
 SECONDS_TO_END = 40
 """What the login and the server's own end may take; after that its machine just goes."""
