@@ -26,7 +26,6 @@ from uuid import uuid4
 
 import platformdirs
 import uvicorn
-from starlette.types import ASGIApp
 
 from art_cloud.shared.errors import ArtCloudError, ConfigError, RivalError
 from art_cloud.shared.names import check_name, whole_path
@@ -38,6 +37,8 @@ from .lifetime import GRACE_SECONDS, Guardian, Limits
 from .watchdog import BEAT_SECONDS, LOG_FORMAT, STALL_SECONDS, Watchdog, serve_in_a_child
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from .steps.jobs import Jobs
     from .steps.journal import Journal
     from .steps.runtime import Runtime, Settings

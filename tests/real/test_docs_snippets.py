@@ -31,7 +31,7 @@ from art_cloud.clusters.providers.modal.options import PRICES
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-ELSEWHERE = ("# OpenPipe ART", "vllm serve", "art-server --model")
+ELSEWHERE = ("# OpenPipe ART", "vllm serve", "art-server --model", 'art.up("ssh", host="gpu-box"')
 """Of what is not installed here, or started below already."""
 HUB_MODELS = re.compile(r"Qwen/Qwen[\w.-]+")
 START_SECONDS = 120.0

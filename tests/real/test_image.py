@@ -145,7 +145,7 @@ def test_a_copy_of_a_folder_is_what_other_machines_install(image: Path, tmp_path
     made = source()
     assert made.returncode == 0, made.stderr
     assert "art_cloud/launch/ssh/prepare.py" in zipfile.ZipFile(made.stdout.strip()).namelist()
-    with (folder / "art_cloud" / "names.py").open("a") as file:
+    with (folder / "art_cloud" / "shared" / "names.py").open("a") as file:
         file.write("# changed\n")
     assert f"pip install --editable {folder}" in source().stderr
 

@@ -42,7 +42,7 @@ def vllm_processes(server: ServerProcess) -> list[psutil.Process]:
 
 
 def is_vllm(process: psutil.Process) -> bool:
-    return "vllm_main" in "".join(process.cmdline())
+    return "inference/vllm/patches.py" in "".join(process.cmdline())
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

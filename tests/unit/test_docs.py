@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,9 +32,10 @@ from art_cloud.trackers.tracker import GROUPS
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NARROW = [f"docs/{page}.md" for page in ("README", "agents", "benchmarks", "status")]
+DEVELOP = ["docs/develop/glossary.md", "docs/develop/life-of-a-step.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -184,3 +186,21 @@ def test_the_index_names_every_page() -> None:
     index = read("docs/README.md")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()
+
+
+def test_the_picture_of_the_rooms_is_the_contract() -> None:
+    linter = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]
+    rooms = {
+        one["containers"][0]: [set(layer.split(" | ")) for layer in one["layers"]]
+        for one in linter["contracts"]
+        if one["type"] == "layers"
+    }
+    [picture] = FENCE.findall(section("CONTRIBUTING.md", "## Find your way"))
+    drawn: dict[str, list[set[str]]] = {}
+    for line in filter(None, picture.splitlines()[1:-1]):
+        names = line.split()
+        if not line.startswith(" "):
+            drawn[names[0]] = found = []
+            del names[0]
+        found.append(set(names))
+    assert drawn == rooms

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 from art_server.steps import jobs as jobs_module
 from art_server.steps.jobs import Jobs, Report
-from art_server.steps.journal import TRAINED, Journal
+from art_server.steps.journal import SCHEMA, TRAINED, Journal
 
 from art_cloud.shared.errors import (
     ConfigError,
@@ -450,7 +450,7 @@ async def test_an_older_journal_is_taken_over(path: Path) -> None:
     """One whose table has the bodies in it: what waits there is run, what is done stays done."""
     waiting, done = uuid4().hex, uuid4().hex
     with sqlite3.connect(path) as db:
-        db.executescript(jobs_module.SCHEMA.replace("body TEXT", "body BLOB"))
+        db.executescript(SCHEMA.replace("body TEXT", "body BLOB"))
         for job, body, state, result in (
             (waiting, b"body" * 1000, "queued", None),
             (done, None, "done", DONE.model_dump_json()),

@@ -133,7 +133,7 @@ def test_to_read_needs_nothing_that_can_be_written(mode: str) -> None:
     before = {path: path.stat().st_mtime_ns for path in home().rglob("*")}
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        "from art_cloud.registry import *\n"
+        "from art_cloud.clusters.registry import *\n"
         "from art_cloud.clusters.spec import ClusterSpec\n"
         "from art_cloud.shared.errors import RegistryError\n"
         "registry = Registry(); [record] = registry.list()\n"

@@ -66,8 +66,9 @@ async def test_what_waits_for_cache_says_so(make_engine):
     engine = await make_engine(max_cache_tokens=300)
     long = body("x " * 100, max_tokens=60)
     tasks = [asyncio.create_task(engine.create("completions", long, None)) for _ in range(2)]
-    await until(lambda: engine.stats().waiting == 1)
+    await until(lambda: engine.stats().reason is not None)
     assert "300 tokens" in engine.stats().reason
+    assert engine.stats().waiting == 1
     for answer in await asyncio.gather(*tasks):
         assert len(answer["choices"][0]["sample"]["completion_ids"]) == 60
 

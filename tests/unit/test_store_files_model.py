@@ -21,7 +21,7 @@ from uuid import uuid4
 import pytest
 
 from art_cloud.shared.errors import NotFoundError
-from art_cloud.store import base as store_module
+from art_cloud.store import files as store_module
 from art_cloud.store.base import sha256_of
 from art_cloud.store.files import FileStore
 

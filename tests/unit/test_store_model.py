@@ -564,7 +564,10 @@ def garbage_is_judged_by_the_time_of_the_answer(patch: pytest.MonkeyPatch) -> No
 
 
 def garbage_is_what_no_step_names(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Checkpoints, "needed", Checkpoints.manifests)
+    def beginning(self: Checkpoints) -> Manifest:
+        raise NotFoundError("it is not asked for")
+
+    patch.setattr(Checkpoints, "beginning", beginning)
 
 
 def the_newest_is_known_before_it_is_read(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from art_server.steps.runtime import Runtime, Settings
 from art_server.steps.trajectory_log import write_logged
 
 import art_cloud as art
-from art_cloud.rollouts.batch import logged_trajectories
+from art_cloud.rollouts.batch import logged_trajectories, make_batch
 from art_cloud.shared.config import LoRAConfig
 from art_cloud.shared.errors import InvalidRequestError, JobError, StoreUnavailableError
 from art_cloud.shared.names import ModelName
@@ -66,7 +66,7 @@ async def test_what_is_trained_on_and_what_is_logged_are_read_together(
     groups = as_groups(batch(NAME, 1, groups=2))
     groups[0].metadata["task"] = "addition"
     groups[0].trajectories[2].metrics = {"turns": 3, "odd": float("nan")}
-    sent = art.batch.make_batch(NAME, groups, art.TrainConfig())
+    sent = make_batch(NAME, groups, art.TrainConfig())
     call = uuid4().hex
     await run(programs, "train", encode_batch(sent), call)
     rows, samples = logged_trajectories(groups)

@@ -144,7 +144,7 @@ def change() -> None:
 
 
 if __name__ == "__main__" and os.getpgrp() != os.getpid():
-    raise SystemExit("vllm_main needs a process group of its own: start it with setpgid.")
+    raise SystemExit("vLLM needs a process group of its own: start it with setpgid.")
 end_with_parent(sys.argv[sys.argv.index("--uds") + 1])
 change()
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ class VllmSettings:
             **given,
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # each process imports vllm_main
-            "VLLM_USE_V2_MODEL_RUNNER": "0",  # vllm_main knows V1
+            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # each process imports patches.py
+            "VLLM_USE_V2_MODEL_RUNNER": "0",  # patches.py knows V1
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(2 * KEEP_ALIVE_SECONDS),
             "NO_COLOR": "1",
         }
