@@ -70,12 +70,13 @@ def _is_installed(name: str) -> bool:
 
 def _home() -> Check:
     records, folder = Registry().list(), home()
-    subject, free = f"home {folder}", shutil.disk_usage(folder).free
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    subject, free = f"home {folder}", shutil.disk_usage(there).free
     message = f"{len(records)} clusters recorded, {free / 1e9:.0f} GB of disk free"
     if free < LOW_DISK_BYTES:
         cure = "Free some disk: local clusters keep journals and steps there."
         return Check(subject=subject, state="broken", message=message, cure=cure)
-    if folder.stat().st_mode & 0o077:
+    if folder == there and folder.stat().st_mode & 0o077:
         message, cure = "Others can read it, and tokens are in it", f"chmod 700 {folder}"
         return Check(subject=subject, state="warning", message=message, cure=cure)
     return Check(subject=subject, state="ok", message=message)

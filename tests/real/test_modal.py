@@ -73,8 +73,10 @@ async def test_two_launches_give_one(
     plane: ModalPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = get_provider("modal")
-    await asyncio.gather(provider.launch(spec(), NAME), provider.launch(spec(), NAME))
-    await provider.launch(spec(), NAME)
+    stays = {"token": SecretStr("mine"), "store": (tmp_path / "store").as_uri()}
+    mine = spec().model_copy(update=stays)
+    await asyncio.gather(provider.launch(mine, NAME), provider.launch(mine, NAME))
+    await provider.launch(mine, NAME)
     assert [one.name for one in await provider.list()] == [NAME]
 
     monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another-laptop"))

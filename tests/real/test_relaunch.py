@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,6 +35,9 @@ async def cluster_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     yield home
     for one in await fleet.status():
         await fleet.down(one.name)
+
+
+Squatter = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def lose_the_machine(home: Path) -> None:
@@ -85,6 +88,16 @@ async def test_the_loop_sees_a_pause(
     assert await get_provider("local").list() == []
 
 
+async def take(port: int | None, squat: Squatter) -> asyncio.Server:
+    """A server at the port; what was killed gives it back a moment after it is no process more."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await asyncio.start_server(squat, "127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.02)
+
+
 async def test_who_takes_the_port_of_a_lost_server_hears_nothing_of_the_next(
     cluster_home: Path, tiny_model: Path
 ) -> None:
@@ -104,7 +117,7 @@ async def test_who_takes_the_port_of_a_lost_server_hears_nothing_of_the_next(
         await model.register(backend)
         port, before = urlsplit(backend.url).port, backend._token
         await lose_the_machine(cluster_home)
-        async with await asyncio.start_server(squat, "127.0.0.1", port):
+        async with await take(port, squat):
             assert await rollout(model, 0.0)
             assert (await backend.train(model, await group_of(model))).step == 1
         assert heard == {before}

@@ -246,7 +246,7 @@ async def test_hosts_from_a_file(tmp_path: Path) -> None:
         ("gpu-box", 2.5),
         ("other", 2.5),
     ]
-    Registry()  # makes the folder
+    default_hosts().parent.mkdir(parents=True)
     default_hosts().write_text("gpu-box\n")
     assert [one.region for one in await provider.offers(spec({}))] == ["gpu-box"]
     with pytest.raises(ConfigError, match="can't be read: No such file"):
