@@ -35,7 +35,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NARROW = [f"docs/{page}.md" for page in ("README", "agents", "benchmarks", "status")]
-DEVELOP = ["docs/develop/glossary.md", "docs/develop/life-of-a-step.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
