@@ -105,8 +105,10 @@ class Rig:
         return found
 
     def servers(self) -> list[psutil.Process]:
-        """Those of clusters."""
-        return self._running(lambda arguments: "art_server" in arguments)
+        """Those of clusters, without what limits their time."""
+        return self._running(
+            lambda arguments: "art_server" in arguments and Path(arguments[0]).name != "timeout"
+        )
 
 
 def free_ports(count: int) -> list[int]:

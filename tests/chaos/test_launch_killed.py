@@ -35,9 +35,11 @@ BEFORE, STARTING, LISTENING = 30, 4, 3
 ENDING = 20
 """Of `down`."""
 WALKED = [
-    f"art_cloud/{module}.py"
-    for module in ("attached", "cluster", "fleet", "money", "phases", "registry")
-] + [f"art_cloud/providers/{module}.py" for module in ("__init__", "local", "modal")]
+    f"art_cloud/clusters/{module}.py"
+    for module in ("attached", "costs", "fleet", "registry", "spec", "timeline", "up")
+] + [
+    f"art_cloud/clusters/providers/{module}.py" for module in ("__init__", "local", "modal/sandbox")
+]
 
 _context = multiprocessing.get_context("forkserver")
 

@@ -39,8 +39,8 @@ async def test_up_killed(
     walk = Walk(home, (*starts, NO_STORE), plane.environment)
     places = walk.places(code=1)
     waits, clears = (
-        index(places, "modal.py:ModalProvider.endpoint"),
-        index(places, "cluster.py:_end_ours"),
+        index(places, "sandbox.py:ModalProvider.endpoint"),
+        index(places, "up.py:_end_ours"),
     )
     ends = Walk(home, walk.arguments, plane.environment)
     begins = Walk(home, (*starts, (tmp_path / "store").as_uri()), plane.environment)
