@@ -123,7 +123,7 @@ def run_tool(tool: str, url: str, environment: dict[str, str], name: str, log: P
     try:
         store = open_store(url)
         if tool == "gc":
-            collect_garbage(store, find_garbage(store, GRACE), GRACE)
+            collect_garbage(store, find_garbage(store, GRACE))
         elif tool == "verify":
             damage = verify(store, models(store))[1]
             assert damage == [], damage
