@@ -19,7 +19,7 @@ WITH_SKYPILOT := $(if $(shell PATH="$$PATH:/usr/sbin" command -v slurmctld),.ven
 # Hundreds of processes import torch or vLLM: with their bytecode kept, each starts in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo examples unit test test-all test-skypilot test-aws test-modal-live check format lock bench clean .venv-vllm .venv-swift .venv-skypilot .venv-skypilot-aws
+.PHONY: help demo examples unit test test-all campaign test-skypilot test-aws test-modal-live check format lock bench clean .venv-vllm .venv-swift .venv-skypilot .venv-skypilot-aws
 
 help:  ## list what there is
 	@grep -hE '^[a-z.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -81,10 +81,13 @@ unit: .venv/dev  ## run what needs no server, engine or store of its own (ARGS="
 	$(BIN)/pytest -n auto -m "not slow" tests/unit $(ARGS)
 
 test: .venv/dev $(WITH_VLLM) $(WITH_SWIFT)  ## run the tests but for the long ones (ARGS="-k trie")
-	$(BIN)/pytest -n auto --dist loadgroup -m "not slow and not long and not aws" $(ARGS)
+	$(BIN)/pytest -n auto --dist loadgroup -m "not slow and not long and not aws and not campaign" $(ARGS)
 
 test-all: .venv/dev $(WITH_VLLM) $(WITH_SWIFT) $(WITH_SKYPILOT)  ## run those that `make test` leaves out
 	$(BIN)/pytest -n auto --dist loadgroup -m "(slow or long) and not aws" $(ARGS)
+
+campaign: .venv/dev .venv-swift  ## kill and pause servers at random moments (ART_KILLS=200 ART_SEED=1)
+	$(BIN)/pytest -n 0 -s -m campaign $(ARGS)
 
 test-skypilot: .venv/dev .venv-skypilot  ## SkyPilot's machines, lost and ended: root, Slurm, and some minutes
 	$(BIN)/pytest -n 1 -m long $(ARGS)

@@ -5,7 +5,7 @@ log, fork, remove, prune and move between the servers, while all of them are kil
 paused (SIGSTOP) and told to end. On moto both servers run at once. Swift lets two writers that race
 both win, so there the servers take turns at one address.
 
-`ART_KILLS` says how many kills there are in all, `ART_SEED` which ones.
+`make campaign` runs it: `ART_KILLS` says how many kills there are in all, `ART_SEED` which ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("base"), hidden_size=64, layers=1))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize(
     "kind", [pytest.param("swift", marks=pytest.mark.xdist_group("swift")), "moto"]
