@@ -77,6 +77,12 @@ def start(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         process.wait(60)
 
 
+@pytest.fixture(autouse=True)
+def a_folder_for_each_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pages write to a folder of one name."""
+    monkeypatch.chdir(tmp_path)
+
+
 def blocks(page: str, server: Server, tiny_model: Path) -> Iterator[tuple[str, str]]:
     """The snippets of a page as language and code, for this server and the tiny model."""
     for language, code in BLOCK.findall((ROOT / page).read_text()):
@@ -175,7 +181,7 @@ async def test_the_ported_script_trains(server: Server, tiny_model: Path) -> Non
         assert await model.get_step() == 2
 
 
-async def test_the_readme_script_trains(server: Server, tiny_model: Path) -> None:
+async def test_the_readme_script_trains(server: Server, tiny_model: Path, tmp_path: Path) -> None:
     scripts = [
         code
         for language, code in blocks("README.md", server, tiny_model)
@@ -195,8 +201,8 @@ async def test_the_readme_script_trains(server: Server, tiny_model: Path) -> Non
         if language == "sh" and "art-cloud checkpoints" in code
     ]
     await run("sh", look, {})  # of the store of the script, whose server has ended
-    assert (server.folder / "best" / "adapter_model.safetensors").is_file()
-    assert list((server.folder / "rollouts").rglob("*.parquet"))
+    assert (tmp_path / "best" / "adapter_model.safetensors").is_file()
+    assert list((tmp_path / "rollouts").rglob("*.parquet"))
 
 
 MODAL_PAGES = ("docs/modal.md", "launch/modal/README.md")

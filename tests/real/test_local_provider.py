@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -278,7 +279,7 @@ async def test_what_a_killed_server_leaves_running_is_found_and_ended(cluster_ho
         "bash",
         "-c",
         "sleep 300 & exec " + " ".join(arguments),
-        env=os.environ | {"ART_CLOUD_TOKEN": "t", MARK: "a-mark"},
+        env=os.environ | {"ART_CLOUD_TOKEN": "t", MARK: uuid4().hex},
         start_new_session=True,
     )
     await until((state / "endpoint.json").exists)
@@ -306,10 +307,11 @@ async def test_a_stale_file_makes_nobody_elses_processes_ours(cluster_home: Path
     assert os.getsid(child.pid) == stranger.pid
     folder = cluster_home / "clusters" / "gone"
     folder.mkdir(parents=True)
-    wrote = {"name": "gone", "url": "http://127.0.0.1:9", "pid": stranger.pid, "mark": "a-mark"}
+    mark = uuid4().hex
+    wrote = {"name": "gone", "url": "http://127.0.0.1:9", "pid": stranger.pid, "mark": mark}
     process = f"another-boot/{stranger.pid}/7"
     (folder / "endpoint.json").write_text(json.dumps(wrote | {"process": process}))
-    session = {"owner": "o", "session": stranger.pid, "process": process, "mark": "a-mark"}
+    session = {"owner": "o", "session": stranger.pid, "process": process, "mark": mark}
     (folder / "session.json").write_text(json.dumps(session))
     try:
         assert await get_provider("local").list() == []
