@@ -3,7 +3,7 @@
 The real SkyPilot on a real Slurm on this machine; the node has art-cloud already. By hand: `sky
 launch` with the task of launch/skypilot, the port read from what it prints, `ssh -N -L`, a request.
 
-    make bench NAME=launch_overhead     (root, and Slurm: see tests/slurm_rig.py)
+    make bench NAME=launch_overhead     (root, and Slurm: see tests/rigs/slurm_rig.py)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from harness import report
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.rig import free_ports  # noqa: E402
-from tests.slurm_rig import SlurmRig  # noqa: E402
+from tests.rigs.namespaces import free_ports  # noqa: E402
+from tests.rigs.slurm_rig import SlurmRig  # noqa: E402
 
 ROUNDS = 3
 POLL_SECONDS = 0.05

@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from art_server.tiny_model import make_tiny_model
 
 import art_cloud as art
-from tests.s3_servers import moto_server
-from tests.synthetic import as_groups, batch
+from tests.rigs.s3_servers import moto_server
+from tests.rigs.synthetic import as_groups, batch
 
 TOKEN = "bench"
 BY_HAND = """

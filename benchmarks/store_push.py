@@ -31,8 +31,8 @@ from art_cloud.shared.config import LoRAConfig
 from art_cloud.shared.names import ModelName
 from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.opening import open_store
-from tests.fault_proxy import FaultProxy
-from tests.s3_servers import S3Server, swift_server
+from tests.rigs.fault_proxy import FaultProxy
+from tests.rigs.s3_servers import S3Server, swift_server
 
 FILES, FILE_BYTES = 5, 40_000_000
 ROUNDS = 7

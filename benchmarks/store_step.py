@@ -39,8 +39,8 @@ from art_cloud.shared.protocol import Durability, JobInfo, JobKind, RegisterRequ
 from art_cloud.shared.wire import encode_batch
 from art_cloud.store.base import Blob
 from art_cloud.store.checkpoints import Checkpoints, Manifest
-from tests.s3_servers import S3Server, moto_server
-from tests.synthetic import batch
+from tests.rigs.s3_servers import S3Server, moto_server
+from tests.rigs.synthetic import batch
 
 NAME = ModelName("bench", "agent")
 

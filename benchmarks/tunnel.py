@@ -31,8 +31,8 @@ from art_cloud.links.endpoint import SSHRoute
 from art_cloud.links.tunnel import open_tunnel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.sshd import Sshd
-from tests.waiting import wait_until
+from tests.rigs.sshd import Sshd
+from tests.rigs.waiting import wait_until
 
 NEW_CONNECTIONS, STREAMS, PARTS, PART_SECONDS = 200, 64, 25, 0.05
 MEGABYTES, ROUNDS, KILLS, CALLS = 256, 5, 10, 20

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from .s3_servers import S3Server
-    from .slurm_rig import SlurmRig
+    from .rigs.s3_servers import S3Server
+    from .rigs.slurm_rig import SlurmRig
 
 # Workers and the servers they start share the cores: threads that wait for others burn them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server in memory, over https, for this worker."""
-    from .s3_servers import moto_server
+    from .rigs.s3_servers import moto_server
 
     with moto_server(tmp_path_factory.mktemp("moto")) as server:
         yield server
@@ -52,7 +52,7 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="session")
 def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 server on disk, over https. Tests that use it are of the xdist group "swift"."""
-    from .s3_servers import swift_server
+    from .rigs.s3_servers import swift_server
 
     with swift_server(tmp_path_factory.mktemp("swift")) as server:
         yield server
@@ -61,7 +61,7 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmRig]:
     """SkyPilot with a Slurm cluster. Tests that use it are of the xdist group "skypilot"."""
-    from .slurm_rig import SlurmRig
+    from .rigs.slurm_rig import SlurmRig
 
     with SlurmRig(tmp_path_factory.mktemp("slurm")) as rig:
         yield rig

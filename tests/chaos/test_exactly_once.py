@@ -28,10 +28,10 @@ from art_cloud.store.base import Store
 from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.opening import open_store
 
-from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
-from ..s3_servers import S3Server
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.fault_proxy import NONE, Certificate, Fault, FaultProxy
+from ..rigs.s3_servers import S3Server
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
 from .faults import AT_THE_STORE, DONE_BEFORE_BLOBS, POINTS, kill_at
 
 NAME = ModelName("once", "agent")

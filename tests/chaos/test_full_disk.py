@@ -26,8 +26,8 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.garbage import verify
 from art_cloud.store.opening import open_store
 
-from ..server_process import ServerProcess
-from ..synthetic import batch
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import batch
 
 NAME = ModelName("full", "agent")
 DISK_MIB = 96

@@ -28,8 +28,8 @@ from art_cloud.shared.wire import encode_batch
 from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.opening import open_store
 
-from ..server_process import ServerProcess
-from ..synthetic import batch
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import batch
 
 NAME = ModelName("chaos", "agent")
 MODEL = f"models/{NAME}"

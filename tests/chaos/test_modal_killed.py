@@ -10,7 +10,7 @@ import pytest
 from art_cloud.clusters import fleet
 from art_cloud.clusters.registry import Registry
 
-from ..modal_plane import ModalPlane, modal_plane
+from ..rigs.modal_plane import ModalPlane, modal_plane
 from .test_launch_killed import NAME, Walk, down, home, index, spread, sweep_all
 
 __all__ = ["home"]

@@ -43,10 +43,10 @@ from art_cloud.store.garbage import collect_garbage, find_garbage, models, verif
 from art_cloud.store.opening import open_store
 from art_cloud.store.retention import prune
 
-from ..s3_servers import S3Server
-from ..server_process import ServerProcess, _context
-from ..synthetic import as_groups, batch
-from ..waiting import until
+from ..rigs.s3_servers import S3Server
+from ..rigs.server_process import ServerProcess, _context
+from ..rigs.synthetic import as_groups, batch
+from ..rigs.waiting import until
 from .faults import never_fail_a_killer
 
 KILLS = int(os.environ.get("ART_KILLS", "200"))

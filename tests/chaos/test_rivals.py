@@ -19,9 +19,9 @@ from art_cloud.shared.wire import encode_batch
 from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.opening import open_store
 
-from ..server_process import TOKEN, ServerProcess
-from ..synthetic import as_groups, batch
-from ..waiting import until, wait_until
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.synthetic import as_groups, batch
+from ..rigs.waiting import until, wait_until
 from .faults import stop_before_the_manifest
 
 NAME = ModelName("rivals", "agent")

@@ -19,7 +19,7 @@ from art_cloud.shared.errors import (
     ServerStoppingError,
 )
 
-from ..waiting import until
+from ..rigs.waiting import until
 from .engines import (
     ANSWERS,
     BASE,

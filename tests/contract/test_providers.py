@@ -24,9 +24,9 @@ from art_cloud.clusters.registry import Registry
 from art_cloud.clusters.spec import ClusterSpec, Instance, Provider
 from art_cloud.shared.errors import ConfigError, LaunchError, NotFoundError
 
-from ..modal_plane import ModalPlane, modal_plane
-from ..slurm_rig import SlurmRig, needs_slurm
-from ..sshd import Sshd, needs_sshd
+from ..rigs.modal_plane import ModalPlane, modal_plane
+from ..rigs.slurm_rig import SlurmRig, needs_slurm
+from ..rigs.sshd import Sshd, needs_sshd
 
 SECRETS = {"token": "the-token-of-a-test", "key": "a-key-of-the-store"}
 

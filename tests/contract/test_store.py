@@ -25,8 +25,8 @@ from art_cloud.store.base import Blob, Store
 from art_cloud.store.files import FileStore
 from art_cloud.store.opening import open_store
 
-from ..fault_proxy import FaultProxy
-from ..s3_servers import S3Server
+from ..rigs.fault_proxy import FaultProxy
+from ..rigs.s3_servers import S3Server
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from art_server.steps.canary import TOLERANCES
 
 from art_cloud.shared.errors import ConfigError, ServerUnavailableError
 
-from ..waiting import until
+from ..rigs.waiting import until
 from .engines import ENGINES, EXACT, Reference, chat, make_adapter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("vllm")]

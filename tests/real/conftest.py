@@ -11,7 +11,7 @@ import pytest
 
 import art_cloud as art
 
-from ..server_process import TOKEN, ServerProcess
+from ..rigs.server_process import TOKEN, ServerProcess
 
 
 @pytest.fixture(scope="session")

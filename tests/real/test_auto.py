@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import art_cloud as art
 from art_cloud.cli.main import app
 
-from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server
+from ..rigs.openai_server import KEY, Shown, either, generate, judge_by, openai_server
 
 TOOLS = '''
 def population(city: str) -> str:

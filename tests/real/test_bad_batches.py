@@ -23,8 +23,8 @@ from art_cloud.shared.wire import TrainBatch, encode_batch
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..server_process import ServerProcess
-from ..synthetic import VOCABULARY, as_groups, batch, choice
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import VOCABULARY, as_groups, batch, choice
 
 MESSAGES: Any = [{"role": "user", "content": "Your move?"}]
 

@@ -25,8 +25,8 @@ from art_cloud.shared.errors import (
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..server_process import TOKEN, ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.synthetic import as_groups, batch
 
 MESSAGES: Any = [{"role": "user", "content": "Your move?"}]
 

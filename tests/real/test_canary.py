@@ -18,7 +18,7 @@ from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import JobInfo, JobKind, RegisterRequest, StepResult
 from art_cloud.shared.wire import encode_batch
 
-from ..synthetic import batch
+from ..rigs.synthetic import batch
 
 NAME = ModelName("canary", "agent")
 WEIGHTS = "adapter_model.safetensors"

@@ -22,9 +22,9 @@ import art_cloud as art
 from art_cloud.cli.main import app
 
 from ..contract.engines import vllm_python
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
-from ..waiting import wait_until
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
+from ..rigs.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

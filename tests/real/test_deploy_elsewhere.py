@@ -29,9 +29,9 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.files import FileStore
 from art_cloud.store.opening import open_store
 
-from ..s3_servers import S3Server
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.s3_servers import S3Server
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
 from ..unit.stand_in import serve
 from ..unit.test_checkpoints import commit
 

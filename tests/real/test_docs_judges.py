@@ -13,8 +13,8 @@ import typer
 import art_cloud as art
 from art_cloud.cli.main import app
 
-from .. import mcp_notes
-from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server
+from ..rigs import mcp_notes
+from ..rigs.openai_server import KEY, Shown, either, generate, judge_by, openai_server
 from ..unit.stand_in import serve
 from .test_docs_snippets import BLOCK, ROOT, run
 

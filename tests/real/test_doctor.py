@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from art_cloud.cli.main import app
 from art_cloud.clusters.registry import Registry
 
-from ..ssh_box import Box, empty_at_the_end, spec
-from ..sshd import needs_sshd
+from ..rigs.ssh_box import Box, empty_at_the_end, spec
+from ..rigs.sshd import needs_sshd
 
 pytestmark = needs_sshd
 

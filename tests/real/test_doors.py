@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ..server_process import TOKEN, ServerProcess
-from ..waiting import wait_until
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.waiting import wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
 

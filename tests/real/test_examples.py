@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ..openai_server import KEY, Shown, either, generate, judge_by, openai_server
+from ..rigs.openai_server import KEY, Shown, either, generate, judge_by, openai_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -30,8 +30,8 @@ from art_cloud.shared import protocol
 from art_cloud.shared.names import ModelName
 from art_cloud.shared.wire import _pack, _unpack, encode_batch
 
-from ..server_process import TOKEN, ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.synthetic import as_groups, batch
 
 MODEL = ModelName("fuzz", "agent")
 AT_ONCE = 8

@@ -13,9 +13,9 @@ from openai.types.chat.chat_completion import Choice
 import art_cloud as art
 from art_cloud.trackers.tracker import ROLLOUTS
 
-from ..langfuse_receiver import PUBLIC_KEY, SECRET_KEY, LangfuseReceiver
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.langfuse_receiver import PUBLIC_KEY, SECRET_KEY, LangfuseReceiver
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
 from ..unit.stand_in import serve
 
 

@@ -18,8 +18,8 @@ import art_cloud as art
 from art_cloud.shared.names import ModelName
 from art_cloud.shared.wire import _pack, encode_batch
 
-from ..server_process import ServerProcess
-from ..synthetic import batch
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import batch
 
 MODEL = ModelName("large", "agent")
 ART = f"/art/v1/models/{MODEL}"

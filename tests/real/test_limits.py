@@ -27,9 +27,9 @@ from art_cloud.shared.wire import encode_batch
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..server_process import ServerProcess
-from ..synthetic import batch
-from ..waiting import until, wait_until
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import batch
+from ..rigs.waiting import until, wait_until
 
 MODEL = ModelName("limits", "agent")
 PATH = f"models/{MODEL}"

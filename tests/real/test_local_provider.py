@@ -25,7 +25,7 @@ from art_cloud.clusters.registry import Registry, home
 from art_cloud.shared.errors import AuthError, ConfigError, ConflictError, LaunchError
 from art_cloud.shared.processes import MARK
 
-from ..waiting import until
+from ..rigs.waiting import until
 
 SERVER = [sys.executable, "-m", "art_server", "--idle", "300"]
 

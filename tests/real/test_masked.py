@@ -12,7 +12,7 @@ import pytest
 import art_cloud as art
 
 from ..contract.engines import vllm_python
-from ..server_process import ServerProcess
+from ..rigs.server_process import ServerProcess
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

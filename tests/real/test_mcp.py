@@ -12,8 +12,8 @@ import pytest
 
 import art_cloud as art
 
-from .. import mcp_notes
-from ..openai_server import KEY, Answer, Shown, either, generate, judge_by, openai_server
+from ..rigs import mcp_notes
+from ..rigs.openai_server import KEY, Answer, Shown, either, generate, judge_by, openai_server
 from ..unit.stand_in import serve
 
 COMMAND = [sys.executable, mcp_notes.__file__]

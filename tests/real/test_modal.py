@@ -27,7 +27,7 @@ from art_cloud.clusters.registry import Registry
 from art_cloud.clusters.spec import CAP_SECONDS, ClusterSpec, Instance, Offer
 from art_cloud.shared.errors import ConfigError, ConflictError, LaunchError, ProviderError
 
-from ..modal_plane import ModalPlane, modal_plane
+from ..rigs.modal_plane import ModalPlane, modal_plane
 
 NAME = "agent"
 

@@ -15,7 +15,7 @@ import pytest
 import art_cloud as art
 from art_cloud.shared.errors import AuthError
 
-from ..modal_plane import ModalPlane, modal_plane
+from ..rigs.modal_plane import ModalPlane, modal_plane
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "modal_rollouts"
 

@@ -21,8 +21,8 @@ from art_cloud.clusters.providers import get_provider
 from art_cloud.clusters.spec import ClusterSpec
 from art_cloud.shared.errors import AuthError, ConfigError, LaunchError
 
-from ..modal_plane import ModalPlane, modal_plane
-from ..waiting import until
+from ..rigs.modal_plane import ModalPlane, modal_plane
+from ..rigs.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NAME = "agent"

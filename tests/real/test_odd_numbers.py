@@ -20,8 +20,8 @@ from art_cloud.shared.wire import TrainBatch, encode_batch
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.files import FileStore
 
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
 
 NAN, INFINITE = float("nan"), float("inf")
 CALL = "0123456789abcdef0123456789abcdef"

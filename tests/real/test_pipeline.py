@@ -12,7 +12,7 @@ import pytest
 
 import art_cloud as art
 
-from ..server_process import ServerProcess
+from ..rigs.server_process import ServerProcess
 
 TRAIN = art.TrainConfig(learning_rate=1e-2, loss="cispo")
 STEPS = 14

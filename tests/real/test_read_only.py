@@ -14,7 +14,7 @@ import art_cloud as art
 from art_cloud.shared.errors import ConflictError
 from art_cloud.shared.names import ModelName
 
-from ..server_process import TOKEN, ServerProcess
+from ..rigs.server_process import TOKEN, ServerProcess
 
 MESSAGES: art.Messages = [{"role": "user", "content": "hello"}]
 

@@ -20,7 +20,7 @@ import art_cloud as art
 from art_cloud.rollouts.trajectory import is_choice
 from art_cloud.shared.protocol import Sample
 
-from ..server_process import ServerProcess
+from ..rigs.server_process import ServerProcess
 
 QUESTION: Any = {"role": "user", "content": "Look it up."}
 

@@ -17,7 +17,7 @@ from art_cloud.shared.protocol import StoreCredentials
 from art_cloud.store.opening import open_store
 from art_cloud.store.s3 import S3Store
 
-from ..s3_servers import S3Server, moto_server
+from ..rigs.s3_servers import S3Server, moto_server
 
 EVERYTHING = {"Effect": "Allow", "Action": "*", "Resource": "*"}
 NO_STS = {"Effect": "Deny", "Action": "sts:*", "Resource": "*"}

@@ -30,9 +30,9 @@ from art_cloud.shared.errors import (
 from art_cloud.store.base import Blob
 from art_cloud.store.s3 import S3Store
 
-from ..fault_proxy import NONE, Certificate, Fault, FaultProxy
-from ..s3_servers import S3Server, moto_server
-from ..waiting import wait_until
+from ..rigs.fault_proxy import NONE, Certificate, Fault, FaultProxy
+from ..rigs.s3_servers import S3Server, moto_server
+from ..rigs.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("swift")
 

@@ -22,9 +22,9 @@ from art_cloud.shared.names import ModelName
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..s3_servers import S3Server
-from ..server_process import STARTING_SECONDS, TOKEN
-from ..waiting import wait_until
+from ..rigs.s3_servers import S3Server
+from ..rigs.server_process import STARTING_SECONDS, TOKEN
+from ..rigs.waiting import wait_until
 
 NAME = ModelName("games", "bucket")
 

@@ -23,8 +23,8 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.garbage import collect_garbage, find_garbage, models, verify
 from art_cloud.store.opening import open_store
 
-from ..s3_servers import S3Server
-from ..synthetic import as_groups, batch
+from ..rigs.s3_servers import S3Server
+from ..rigs.synthetic import as_groups, batch
 from ..unit.test_checkpoints import commit, contents
 
 NAME = ModelName("games", "agent")

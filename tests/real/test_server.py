@@ -13,10 +13,10 @@ import pytest
 
 import art_cloud as art
 
-from ..calls import MESSAGES, greedy
-from ..server_process import TOKEN, ServerProcess
-from ..synthetic import as_groups, batch
-from ..waiting import wait_until
+from ..rigs.calls import MESSAGES, greedy
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.synthetic import as_groups, batch
+from ..rigs.waiting import wait_until
 
 TOOLS: Any = [
     {

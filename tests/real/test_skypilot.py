@@ -24,10 +24,10 @@ from art_cloud.shared.errors import ConfigError, LaunchError, ProviderError
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..killed_launch import kill_launch, sweep_the_only
-from ..s3_servers import S3Server
-from ..slurm_rig import SlurmRig, needs_slurm
-from ..waiting import until
+from ..rigs.killed_launch import kill_launch, sweep_the_only
+from ..rigs.s3_servers import S3Server
+from ..rigs.slurm_rig import SlurmRig, needs_slurm
+from ..rigs.waiting import until
 
 pytestmark = [
     needs_slurm,

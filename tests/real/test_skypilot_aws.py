@@ -25,9 +25,9 @@ from art_cloud.shared.errors import NoMachineError
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.opening import open_store
 
-from ..aws_rig import PRICES, ZONES, AwsRig, needs_aws_rig, zone_of
-from ..killed_launch import kill_launch, sweep_the_only
-from ..waiting import until
+from ..rigs.aws_rig import PRICES, ZONES, AwsRig, needs_aws_rig, zone_of
+from ..rigs.killed_launch import kill_launch, sweep_the_only
+from ..rigs.waiting import until
 
 pytestmark = [
     needs_aws_rig,

@@ -15,7 +15,7 @@ import yaml
 from art_cloud.clusters.providers.skypilot.provider import Options, _server
 from art_cloud.clusters.spec import CAP_SECONDS, ClusterSpec
 
-from ..waiting import until
+from ..rigs.waiting import until
 
 TASK = Path(__file__).parents[2] / "launch" / "skypilot" / "server.yaml"
 

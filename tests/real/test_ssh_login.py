@@ -15,8 +15,8 @@ from art_cloud.clusters.relaunch import Relauncher
 from art_cloud.links.endpoint import SSHRoute
 from art_cloud.shared.errors import ConfigError, ProviderError
 
-from ..ssh_box import Box, empty_at_the_end, spec
-from ..sshd import make_key, needs_sshd
+from ..rigs.ssh_box import Box, empty_at_the_end, spec
+from ..rigs.sshd import make_key, needs_sshd
 
 pytestmark = needs_sshd
 

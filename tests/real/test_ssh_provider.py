@@ -30,11 +30,11 @@ from art_cloud.clusters.registry import Registry
 from art_cloud.shared.errors import ConfigError, ConflictError, NoMachineError, ProviderError
 from art_cloud.shared.processes import identity_of
 
-from ..s3_servers import S3Server, moto_server
-from ..ssh_box import Box, empty_at_the_end, spec
-from ..sshd import needs_sshd
-from ..uv_settings import uv_settings
-from ..waiting import until
+from ..rigs.s3_servers import S3Server, moto_server
+from ..rigs.ssh_box import Box, empty_at_the_end, spec
+from ..rigs.sshd import needs_sshd
+from ..rigs.uv_settings import uv_settings
+from ..rigs.waiting import until
 
 pytestmark = needs_sshd
 ROOT = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from uuid import uuid4
 import art_cloud as art
 from art_cloud.trackers.tracker import numbers
 
-from ..server_process import TOKEN, ServerProcess
-from ..wandb_files import WandbRun, runs
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.wandb_files import WandbRun, runs
 
 SCRIPT = """
 import asyncio, os, sys
 import art_cloud as art
-from tests.synthetic import as_groups, batch
+from tests.rigs.synthetic import as_groups, batch
 
 url, base_model, name, steps = sys.argv[1:]
 

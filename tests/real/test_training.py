@@ -19,9 +19,9 @@ from art_cloud.shared.wire import decode_batch, encode_batch
 from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.opening import open_store
 
-from ..calls import MESSAGES, greedy
-from ..server_process import ServerProcess
-from ..synthetic import as_groups, batch
+from ..rigs.calls import MESSAGES, greedy
+from ..rigs.server_process import ServerProcess
+from ..rigs.synthetic import as_groups, batch
 
 TOOLS: Any = [
     {

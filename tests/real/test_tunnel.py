@@ -23,11 +23,11 @@ from art_cloud.links.endpoint import Endpoint
 from art_cloud.links.tunnel import Tunnel, open_tunnel
 from art_cloud.shared.errors import ConfigError, ProviderError, ServerUnavailableError
 
-from ..calls import ask
-from ..server_process import TOKEN, ServerProcess
-from ..sshd import NamespaceSshd, Sshd, make_key, needs_namespaces, needs_sshd
-from ..synthetic import as_groups, batch
-from ..waiting import until
+from ..rigs.calls import ask
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.sshd import NamespaceSshd, Sshd, make_key, needs_namespaces, needs_sshd
+from ..rigs.synthetic import as_groups, batch
+from ..rigs.waiting import until
 
 pytestmark = needs_sshd
 

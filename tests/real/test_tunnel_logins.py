@@ -15,10 +15,10 @@ from art_cloud.links.logins import forget_login, log_in_early
 from art_cloud.links.tunnel import open_tunnel
 from art_cloud.shared.errors import ConfigError, ProviderError, ServerUnavailableError
 
-from ..calls import ask
-from ..server_process import ServerProcess
-from ..sshd import Sshd, make_key, needs_sshd, run
-from ..waiting import until
+from ..rigs.calls import ask
+from ..rigs.server_process import ServerProcess
+from ..rigs.sshd import Sshd, make_key, needs_sshd, run
+from ..rigs.waiting import until
 
 pytestmark = needs_sshd
 

@@ -14,8 +14,8 @@ import pytest
 
 from art_cloud.shared.names import ModelName
 
-from ..server_process import TOKEN, ServerProcess
-from ..waiting import wait_until
+from ..rigs.server_process import TOKEN, ServerProcess
+from ..rigs.waiting import wait_until
 from .test_limits import client_of, ended, register, train
 
 MODEL = ModelName("limits", "agent")

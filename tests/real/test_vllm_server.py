@@ -15,8 +15,8 @@ import art_cloud as art
 from art_cloud.shared.protocol import POLICY
 
 from ..contract.engines import vllm_python
-from ..server_process import ServerProcess
-from ..waiting import until, wait_until
+from ..rigs.server_process import ServerProcess
+from ..rigs.waiting import until, wait_until
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -26,7 +26,7 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.files import FileStore
 
 from ..contract.engines import load_model, make_adapter
-from ..synthetic import batch
+from ..rigs.synthetic import batch
 from .test_checkpoints import commit, contents
 
 NAME = ModelName("games", "agent")

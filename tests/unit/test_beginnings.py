@@ -17,7 +17,7 @@ from art_cloud.shared.protocol import JobInfo, JobKind, RegisterRequest, StepRes
 from art_cloud.shared.wire import encode_batch
 from art_cloud.store.checkpoints import Manifest
 
-from ..synthetic import batch
+from ..rigs.synthetic import batch
 
 ORIGIN, NAME = ModelName("games", "origin"), ModelName("games", "agent")
 

@@ -24,7 +24,7 @@ from art_cloud.shared.protocol import LogRequest
 from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.files import FileStore
 
-from ..synthetic import as_groups, batch
+from ..rigs.synthetic import as_groups, batch
 from .test_checkpoints import commit, contents
 
 MODEL = "games/agent"

@@ -17,7 +17,7 @@ from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import Sample, SFTExample, TrainGroup
 from art_cloud.shared.wire import TrainBatch
 
-from ..synthetic import batch
+from ..rigs.synthetic import batch
 
 NAME = ModelName("p", "m")
 MOST = 1 << 20

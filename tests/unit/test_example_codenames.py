@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..example_modules import load
+from ..rigs.example_modules import load
 
 codenames = load("codenames/train.py")
 

@@ -8,8 +8,8 @@ import pytest
 
 import art_cloud as art
 
-from ..example_modules import load
-from ..openai_server import KEY, Answer, openai_server
+from ..rigs.example_modules import load
+from ..rigs.openai_server import KEY, Answer, openai_server
 
 inbox = load("email_agent/inbox.py")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..example_modules import load
+from ..rigs.example_modules import load
 
 train = load("game_2048/train.py")
 TINY = train.LEVELS["tiny"]

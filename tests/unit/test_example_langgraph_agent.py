@@ -5,8 +5,8 @@ from __future__ import annotations
 from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
-from ..example_modules import load
-from ..openai_server import KEY, Answer, openai_server
+from ..rigs.example_modules import load
+from ..rigs.openai_server import KEY, Answer, openai_server
 
 example = load("langgraph_agent/train.py")
 

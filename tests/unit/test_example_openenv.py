@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..example_modules import load
+from ..rigs.example_modules import load
 from .stand_in import serve
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ..example_modules import load
+from ..rigs.example_modules import load
 
 puzzles = load("temporal_clue/puzzles.py")
 

@@ -6,7 +6,7 @@ import pytest
 
 from art_cloud.demo.game import Game
 
-from ..example_modules import load
+from ..rigs.example_modules import load
 
 train = load("tic_tac_toe/train.py")
 

@@ -25,8 +25,8 @@ from art_cloud.store.checkpoints import Checkpoints, Manifest
 from art_cloud.store.files import FileStore
 from art_cloud.store.retention import prune, to_remove
 
-from ..synthetic import batch
-from ..waiting import until
+from ..rigs.synthetic import batch
+from ..rigs.waiting import until
 from .test_checkpoints import commit
 
 NAME = ModelName("games", "agent")

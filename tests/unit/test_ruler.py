@@ -12,8 +12,8 @@ import pytest
 import art_cloud as art
 from art_cloud.rewards.judging import Judgement
 
-from ..judged import ask, conversation, group_of, quality, rewards
-from ..openai_server import (
+from ..rigs.judged import ask, conversation, group_of, quality, rewards
+from ..rigs.openai_server import (
     KEY,
     Answer,
     OpenAIServer,

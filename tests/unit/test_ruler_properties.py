@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import art_cloud as art
 from art_cloud.rewards.judging import Judgement, content_of, make_call, shuffled
 
-from ..judged import QUESTION, quality, rewards
-from ..openai_server import (
+from ..rigs.judged import QUESTION, quality, rewards
+from ..rigs.openai_server import (
     Answer,
     OpenAIServer,
     Shown,

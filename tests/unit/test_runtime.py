@@ -26,7 +26,7 @@ from art_cloud.shared.protocol import JobInfo, JobKind, RegisterRequest, StepRes
 from art_cloud.shared.wire import encode_batch
 from art_cloud.store.base import Blob
 
-from ..synthetic import batch
+from ..rigs.synthetic import batch
 
 NAME = ModelName("p", "m")
 STEPS = 10

@@ -15,7 +15,7 @@ import art_cloud as art
 from art_cloud.rewards.auto_rl import make_model, make_tools
 from art_cloud.rewards.scenarios import rouge_l
 
-from ..openai_server import KEY, Answer, generate, openai_server
+from ..rigs.openai_server import KEY, Answer, generate, openai_server
 
 WORDS = ["fox", "dog", "cat", "hen", "cow", "pig", "owl", "bee", "ant", "emu"]
 

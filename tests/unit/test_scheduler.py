@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from art_cloud.shared.errors import ConfigError, InvalidRequestError, ServerError
 
-from ..waiting import until
+from ..rigs.waiting import until
 
 
 def body(prompt="The fox", **parameters):

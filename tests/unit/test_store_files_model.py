@@ -25,7 +25,7 @@ from art_cloud.store import files as store_module
 from art_cloud.store.base import sha256_of
 from art_cloud.store.files import FileStore
 
-from ..schedules import Actor, Run, Violation, explore
+from ..rigs.schedules import Actor, Run, Violation, explore
 
 DAY = 86400.0
 NOW = float(int(time.time()))

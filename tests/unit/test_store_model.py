@@ -28,7 +28,7 @@ from art_cloud.store.checkpoints import Checkpoints, Kind, Manifest, superseded
 from art_cloud.store.garbage import GRACE, Garbage, collect_garbage, find_garbage
 from art_cloud.store.retention import prune
 
-from ..schedules import Actor, Explored, Run, Violation, explore
+from ..rigs.schedules import Actor, Explored, Run, Violation, explore
 
 NAME, COPY = ModelName("games", "agent"), ModelName("games", "copy")
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)

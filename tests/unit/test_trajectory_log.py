@@ -23,7 +23,7 @@ from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import JobInfo, JobKind, LogRequest, RegisterRequest, StepResult
 from art_cloud.shared.wire import encode_batch
 
-from ..synthetic import as_groups, batch
+from ..rigs.synthetic import as_groups, batch
 
 NAME = ModelName("p", "m")
 

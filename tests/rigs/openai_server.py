@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .unit.stand_in import serve
+from ..unit.stand_in import serve
 
 KEY = "sk-a-key-of-the-tests"
 

@@ -25,10 +25,10 @@ from typing import Any
 import boto3
 import pytest
 
-from .rig import SBIN, Rig, missing, write
+from .namespaces import SBIN, Rig, missing, write
 from .sshd import SSHD
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON = Path(
     os.environ.get("ART_TEST_SKYPILOT_AWS_PYTHON", ROOT / ".venv-skypilot-aws" / "bin" / "python")
 )
@@ -178,7 +178,7 @@ class AwsRig(Rig):
         )
         self._write_image()
         shared = (ROOT, sys.base_prefix, *at.parents[:2])
-        cloud = (sys.executable, ROOT / "tests" / "aws_cloud.py", at, self._cloud, *shared)
+        cloud = (sys.executable, ROOT / "tests" / "rigs" / "aws_cloud.py", at, self._cloud, *shared)
         write(
             at / "init.sh",
             f"""

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from .rig import SBIN, Rig, free_ports, missing, write
+from .namespaces import SBIN, Rig, free_ports, missing, write
 from .sshd import SSHD, make_key
 from .uv_settings import uv_settings
 from .waiting import wait_until
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON = Path(
     os.environ.get("ART_TEST_SKYPILOT_PYTHON", ROOT / ".venv-skypilot" / "bin" / "python")
 )

@@ -168,7 +168,7 @@ def _port_in(log: Path, process: subprocess.Popen[bytes]) -> int:
 
 def swift_python() -> Path:
     """The Python of an environment that has Swift (`make .venv-swift`), or a skip that says so."""
-    default = Path(__file__).parents[1] / ".venv-swift/bin/python"
+    default = Path(__file__).parents[2] / ".venv-swift/bin/python"
     python = Path(os.environ.get("ART_SWIFT_PYTHON", default))
     if not python.exists():
         pytest.skip(f"no OpenStack Swift: {python} is not there (make .venv-swift)")
