@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -15,10 +15,10 @@ from .client.checkpoints import ModelCheckpoints
 from .client.http import Address, ServerClient, parse, path_of
 from .rollouts.batch import as_groups, logged_trajectories, make_batch, mean_metrics, reward_metrics
 from .rollouts.group import TrajectoryGroup
-from .rollouts.recording import RecordedTrajectory, record
+from .rollouts.recording import RecordedTrajectory, fill
 from .rollouts.trajectory import Messages, Trajectory
 from .shared.config import Frozen, LoRAConfig, Retention, SFTConfig, TrainConfig
-from .shared.errors import ConfigError, VersionMismatchError
+from .shared.errors import ConfigError, NotFoundError, VersionMismatchError
 from .shared.names import ModelName, whole_path
 from .shared.progress import say
 from .shared.protocol import (
@@ -26,8 +26,11 @@ from .shared.protocol import (
     LogRequest,
     Metrics,
     ModelInfo,
+    Recording,
     RegisterRequest,
     ServerInfo,
+    SessionInfo,
+    SessionRequest,
     SFTExample,
     SFTRequest,
     StepResult,
@@ -318,11 +321,28 @@ class Backend:
         self._trackers.tell(model.full_name, request.step, split, shown, groups)
         return request.metrics
 
-    def record(
+    @asynccontextmanager
+    async def record(
         self, model: Trainable, step: int | None = None
-    ) -> AbstractAsyncContextManager[RecordedTrajectory]:
+    ) -> AsyncIterator[RecordedTrajectory]:
         """What `model.record()` does."""
-        return record(self._server, model.get_inference_name(step))
+        request = SessionRequest(model=model.get_inference_name(step))
+        session = parse(SessionInfo, await self._server.call("POST", "sessions", request))
+        trajectory = RecordedTrajectory(
+            base_url=f"{self._server.url}/sessions/{session.id}/v1", api_key=session.key
+        )
+        try:
+            yield trajectory
+        finally:
+            try:
+                closed = await self._server.call("POST", f"sessions/{session.id}/close")
+            except NotFoundError as error:
+                raise NotFoundError(
+                    "The recording is lost: the server was restarted while it ran. Run the rollout "
+                    "again."
+                ) from error
+            fill(trajectory, parse(Recording, closed))
+            await self._server.call("DELETE", f"sessions/{session.id}")
 
     def checkpoints(self, model: Trainable) -> ModelCheckpoints:
         """The steps of `model` that are kept."""

@@ -9,15 +9,12 @@ one of several parallel calls, a history that was compacted.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
-from ..client.http import ServerClient, parse
-from ..shared.errors import NotFoundError
-from ..shared.protocol import Recording, Sample, SessionInfo, SessionRequest
+from ..shared.protocol import Recording, Sample
 from ..shared.wire import decode_batch
 from .trajectory import History, Trajectory
 
@@ -35,28 +32,6 @@ class RecordedTrajectory(Trajectory):
 
     base_url: str = Field("", exclude=True)
     api_key: str = Field("", exclude=True, repr=False)
-
-
-@asynccontextmanager
-async def record(server: ServerClient, model: str) -> AsyncIterator[RecordedTrajectory]:
-    """What `model.record()` does, for an inference name."""
-    opened = await server.call("POST", "sessions", SessionRequest(model=model))
-    session = parse(SessionInfo, opened)
-    trajectory = RecordedTrajectory(
-        base_url=f"{server.url}/sessions/{session.id}/v1", api_key=session.key
-    )
-    try:
-        yield trajectory
-    finally:
-        try:
-            closed = await server.call("POST", f"sessions/{session.id}/close")
-        except NotFoundError as error:
-            raise NotFoundError(
-                "The recording is lost: the server was restarted while it ran. Run the rollout "
-                "again."
-            ) from error
-        fill(trajectory, parse(Recording, closed))
-        await server.call("DELETE", f"sessions/{session.id}")
 
 
 def fill(trajectory: Trajectory, recording: Recording) -> None:
