@@ -102,13 +102,13 @@ async def test_nothing_is_lost_and_nothing_is_doubled(
 
 def prepare() -> None:
     """In a server: a blob is renewed whenever it is used, since garbage is collected early here."""
-    from art_server.steps import commits, models
+    from art_server.steps import models, publishing
 
     from art_cloud.store import s3
 
     never_fail_a_killer()
     s3.RENEWED = timedelta(0)
-    commits.FIRST_PAUSE = 0.05
+    publishing.FIRST_PAUSE = 0.05
     models.FENCED_SECONDS = 1e6
 
 

@@ -80,9 +80,7 @@ SCHEMAS: list[type[BaseModel]] = [
 
 def all_routes() -> list[tuple[str, str]]:
     """Method and path, with its parameters in braces, of whatever the app serves."""
-    gate = make_app(
-        MagicMock(), MagicMock(), MagicMock(), token=TOKEN, max_bytes=1 << 20, guardian=MagicMock()
-    )
+    gate = make_app(MagicMock(), MagicMock(), MagicMock(), token=TOKEN)
     assert isinstance(gate, Gate)
     assert isinstance(gate.app, Starlette)
     return [

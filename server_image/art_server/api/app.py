@@ -37,6 +37,7 @@ from art_cloud.shared.protocol import (
     ForkRequest,
     JobKind,
     LogRequest,
+    ModelInfo,
     PruneRequest,
     RegisterRequest,
     ServerInfo,
@@ -51,7 +52,6 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.retention import prune
 
 from ..lifetime import Guardian
-from ..steps.commits import Commits
 from ..steps.jobs import Jobs
 from ..steps.runtime import Runtime
 from ..steps.trajectory_log import write_logged
@@ -84,18 +84,15 @@ class Routes:
     """Those under `/art/v1`."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        jobs: Jobs,
-        commits: Commits,
-        sessions: Sessions,
-        guardian: Guardian,
-        max_bytes: int,
+        self, runtime: Runtime, jobs: Jobs, sessions: Sessions, guardian: Guardian
     ) -> None:
-        self.max_bytes = max_bytes
-        self.runtime = runtime
+        self.settings = runtime.settings
+        self.max_bytes = runtime.settings.max_bytes
+        self.store = runtime.store
+        self.compute = runtime.compute
+        self.models = runtime.models
+        self.policies = runtime.policies
         self.jobs = jobs
-        self.commits = commits
         self.sessions = sessions
         self.guardian = guardian
         self.started_at = datetime.now(UTC)
@@ -125,7 +122,7 @@ class Routes:
         ]
 
     async def server(self, request: Request) -> Response:
-        runtime, stats = self.runtime, self.runtime.stats()
+        compute, stats = self.compute, self.compute.stats()
         current = self.jobs.current
         made = self.jobs.journal.totals()
         before = self.made_before
@@ -133,14 +130,14 @@ class Routes:
             ServerInfo(
                 version=__version__,
                 protocol=PROTOCOL,
-                base_model=runtime.base_name,
-                engine=runtime.settings.engine,
-                device=runtime.device,
-                store=runtime.store.url,
-                single_writer=runtime.store.single_writer,
-                credentials_until=runtime.store.credentials_until,
-                policies=runtime.policies,
-                not_durable=self.commits.pending,
+                base_model=compute.base_name,
+                engine=self.settings.engine,
+                device=compute.device,
+                store=self.store.url,
+                single_writer=self.store.single_writer,
+                credentials_until=self.store.credentials_until,
+                policies=self.policies.loaded(),
+                not_durable=self.models.not_durable(),
                 jobs_queued=self.jobs.queued,
                 requests_running=stats.running,
                 requests_waiting=stats.waiting,
@@ -148,7 +145,7 @@ class Routes:
                 if current
                 else None,
                 started_at=self.started_at,
-                loading_seconds=runtime.loading_seconds,
+                loading_seconds=compute.loading_seconds,
                 clocks=self.guardian.clocks(),
                 warnings=self.guardian.warnings,
                 steps_made=made.steps - before.steps,
@@ -159,7 +156,7 @@ class Routes:
 
     async def credentials(self, request: Request) -> Response:
         given = await self._read(StoreCredentials, request)
-        await asyncio.to_thread(self.runtime.store.renew, given.variables)
+        await asyncio.to_thread(self.store.renew, given.variables)
         return JSONResponse({})
 
     async def register(self, request: Request) -> Response:
@@ -181,7 +178,7 @@ class Routes:
             await aside(body, partial(parse, schema))
         call, name = _call_id(request), _name(request)
         if kind != "register" and not await self.jobs.ask(self.jobs.journal.knows, call):
-            self.runtime.newest(name)
+            self.models.newest(name)
         info = await self.jobs.submit(call, kind, name, body)
         return answer(info, HTTPStatus.ACCEPTED)
 
@@ -195,17 +192,28 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         name = _name(request)
-        await self.runtime.models.settled(name)
-        return answer(self.runtime.info(name))
+        await self.models.until_known(name)
+        newest = self.models.newest(name)
+        return answer(
+            ModelInfo(
+                project=name.project,
+                model=name.model,
+                base_model=newest.base_model,
+                step=newest.step,
+                policy=newest.policy,
+                context_length=self.compute.base.context_length,
+            )
+        )
 
     async def log(self, request: Request) -> Response:
         entry = await self._read(LogRequest, request)
         checkpoints = self._steps(request)
-        await self.commits.settled(checkpoints.name)
+        await self.models.until_durable(checkpoints.name)
+        base = self.compute.base if self.compute.base_name else None
 
         def write() -> None:
             checkpoints.read(entry.step)
-            write_logged(checkpoints, entry, self.runtime.base)
+            write_logged(checkpoints, entry, base)
             checkpoints.log(entry.split, entry.step, entry.metrics)
 
         await asyncio.to_thread(write)
@@ -221,7 +229,7 @@ class Routes:
 
     async def prune(self, request: Request) -> Response:
         wanted = await self._read(PruneRequest, request)
-        in_use = self.runtime.steps_in_use(_name(request))
+        in_use = self.policies.steps_in_use(_name(request))
         steps, dry_run = self._steps(request), wanted.dry_run
         return _infos(
             await asyncio.to_thread(prune, steps, wanted.retention, keep=in_use, dry_run=dry_run)
@@ -230,20 +238,20 @@ class Routes:
     async def delete_checkpoint(self, request: Request) -> Response:
         step = _step(request)
         await asyncio.to_thread(self._steps(request).delete, step)
-        await self.runtime.unload(str(_name(request).at(step)))
+        await self.policies.unload(str(_name(request).at(step)))
         return JSONResponse({})
 
     async def fork(self, request: Request) -> Response:
         wanted = await self._read(ForkRequest, request)
         to = ModelName(wanted.to_project, wanted.to_model)
-        await self.commits.settled(_name(request))
+        await self.models.until_durable(_name(request))
         await asyncio.to_thread(self._steps(request).fork, to, wanted.step)
-        infos = await asyncio.to_thread(self.runtime.checkpoints(to).infos)
+        infos = await asyncio.to_thread(self.models.checkpoints(to).infos)
         return answer(infos[-1], HTTPStatus.CREATED)
 
     async def open_session(self, request: Request) -> Response:
         model = (await self._read(SessionRequest, request)).model
-        self.runtime.newest(
+        self.models.newest(
             PolicyName.parse(model).model if "@" in model else ModelName.parse(model)
         )
         session = self.sessions.create(model)
@@ -277,25 +285,17 @@ class Routes:
         return EventSourceResponse(events(), ping=15)
 
     def _steps(self, request: Request) -> Checkpoints:
-        return self.runtime.checkpoints(_name(request))
+        return self.models.checkpoints(_name(request))
 
 
-def make_app(
-    runtime: Runtime,
-    jobs: Jobs,
-    commits: Commits,
-    *,
-    token: str,
-    max_bytes: int,
-    guardian: Guardian,
-) -> ASGIApp:
-    sessions = Sessions()
-    gateway = Gateway(runtime, sessions, max_bytes)
-    routes = Routes(runtime, jobs, commits, sessions, guardian, max_bytes)
+def make_app(runtime: Runtime, jobs: Jobs, guardian: Guardian, *, token: str) -> ASGIApp:
+    sessions, settings = Sessions(), runtime.settings
+    gateway = Gateway(runtime.compute, runtime.policies, sessions, settings.max_bytes)
+    routes = Routes(runtime, jobs, sessions, guardian)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        jobs.start()
+        jobs.start(runtime.programs.run)
         yield
 
     app = Starlette(
@@ -312,8 +312,9 @@ def make_app(
         },
         lifespan=lifespan,
     )
-    read_only = runtime.settings.read_only
-    return Gate(app, token, sessions, max_bytes, guardian.touch, read_only=read_only)
+    return Gate(
+        app, token, sessions, settings.max_bytes, guardian.touch, read_only=settings.read_only
+    )
 
 
 class Gate:

@@ -38,12 +38,11 @@ Program = Callable[[JobInfo, bytes, Report], Awaitable[StepResult]]
 class Jobs:
     """Runs the journal's jobs, one at a time, and tells whoever asks how far they are."""
 
-    def __init__(self, journal: Journal, programs: dict[JobKind, Program]) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.current: JobInfo | None = None
         self.moved = 0
         """Goes up whenever the running job says how far it is."""
-        self._programs = programs
         self._call_came = asyncio.Event()
         self._news = asyncio.Condition()
         self._stopping = False
@@ -51,10 +50,11 @@ class Jobs:
         self._worker: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1, "journal")
 
-    def start(self) -> None:
+    def start(self, program: Program) -> None:
+        """Begin to run them, each by `program`."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = get_ident()
-        self._worker = asyncio.create_task(self._work())
+        self._worker = asyncio.create_task(self._work(program))
 
     @property
     def queued(self) -> int:
@@ -143,21 +143,23 @@ class Jobs:
                     self.journal.leave(self.current.id)
             await asyncio.wait([self._worker])
 
-    async def _work(self) -> None:
+    async def _work(self, program: Program) -> None:
         while not self._stopping:
             self._call_came.clear()
             job = next(iter(self.journal.unfinished()), None)
-            if job is None or not await self._settle(await self.ask(self.journal.get, job)):
+            if job is None or not await self._settle(
+                await self.ask(self.journal.get, job), program
+            ):
                 await self._call_came.wait()
         await self._wake()
 
-    async def _settle(self, info: JobInfo) -> bool:
+    async def _settle(self, info: JobInfo, program: Program) -> bool:
         """Run a job to its end and write that down. False: it has to be run again later."""
         self.current = info
         try:
             await self.ask(self.journal.start, info.id)
             await self._wake()
-            outcome = await self._run(info)
+            outcome = await self._run(info, program)
             if outcome is not None:
                 await self.ask(self.journal.end, info.id, outcome)
             return outcome is not None
@@ -169,7 +171,7 @@ class Jobs:
             self.current = None
             await self._wake()
 
-    async def _run(self, info: JobInfo) -> StepResult | ErrorBody | None:
+    async def _run(self, info: JobInfo, program: Program) -> StepResult | ErrorBody | None:
         """What came of a job; None if it was abandoned."""
 
         def report(data: dict[str, Any]) -> None:
@@ -183,7 +185,7 @@ class Jobs:
         what = f"{info.kind} of {info.project}/{info.model}"
         try:
             body = await asyncio.to_thread(self.journal.body, info.id)
-            return await self._programs[info.kind](info, body, report)
+            return await program(info, body, report)
         except ServerStoppingError:
             log.info("job %s (%s) is left for the next start", info.id, what)
             return None
