@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+import torch
+from art_server.inference.adapters import AdapterModel
+from art_server.steps import compute
 from art_server.steps.programs import Programs
 from art_server.steps.runtime import Runtime, Settings
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
 
 from art_cloud.shared.config import LoRAConfig
 from art_cloud.shared.errors import (
@@ -46,13 +52,25 @@ async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
 @pytest.fixture
 async def programs(runtime: Runtime, tiny_model: Path) -> Programs:
     programs = runtime.programs
-    body = RegisterRequest(base_model=str(tiny_model), lora=LoRAConfig(rank=4)).model_dump_json()
-    await run(programs, "register", body.encode())
+    await run(programs, "register", registration(str(tiny_model)))
     return programs
 
 
-async def run(programs: Programs, kind: JobKind, body: bytes, job: str | None = None) -> StepResult:
-    info = JobInfo(id=job or uuid4().hex, kind=kind, project="p", model="m", state="running")
+def registration(base_model: str) -> bytes:
+    request = RegisterRequest(base_model=base_model, lora=LoRAConfig(rank=4))
+    return request.model_dump_json().encode()
+
+
+async def run(
+    programs: Programs,
+    kind: JobKind,
+    body: bytes,
+    job: str | None = None,
+    name: ModelName = NAME,
+) -> StepResult:
+    info = JobInfo(
+        id=job or uuid4().hex, kind=kind, project=name.project, model=name.model, state="running"
+    )
     return await programs.run(info, body, lambda data: None)
 
 
@@ -108,22 +126,104 @@ async def test_a_step_that_breaks_half_way_leaves_no_trace(
     assert after_failure.files == undisturbed
 
 
-async def _train_again_from_step_0(runtime: Runtime, body: bytes) -> dict[str, Blob]:
-    """The files that the step has when nothing goes wrong on the way."""
+async def _train_again_from_step_0(runtime: Runtime, *bodies: bytes) -> dict[str, Blob]:
+    """The files that the last step has when nothing goes wrong on the way."""
+    state = runtime.settings.state
     other = Runtime(
-        Settings(
-            state=runtime.settings.state.with_name("state-2"),
-            store=str(runtime.settings.state.with_name("store-2")),
-        )
+        Settings(state=state.with_name("state-2"), store=str(state.with_name("store-2")))
     )
     try:
-        programs = other.programs
-        request = RegisterRequest(base_model=runtime.compute.base.name, lora=LoRAConfig(rank=4))
-        await run(programs, "register", request.model_dump_json().encode())
-        await run(programs, "train", body)
+        await run(other.programs, "register", registration(runtime.compute.base.name))
+        for body in bodies:
+            await run(other.programs, "train", body)
         return other.models.newest(NAME).files
     finally:
         await other.close()
+
+
+async def test_a_model_that_left_the_trainer_goes_on_to_the_same_bits(
+    runtime: Runtime, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has room for two adapters, and drops the one that was used longest ago."""
+    monkeypatch.setattr("art_server.training.trainer.MOST_LEARNERS", 2)
+    bodies = [encode_batch(batch(NAME, seed, groups=1)) for seed in (1, 2, 3)]
+    second, third = ModelName("p", "second"), ModelName("p", "third")
+    register = registration(runtime.compute.base.name)
+    trainer = runtime.compute.trainer
+    loaded: list[str] = []
+    load_state = trainer.load_state
+
+    def load_and_tell(name: str, folder: Path) -> None:
+        loaded.append(name)
+        load_state(name, folder)
+
+    monkeypatch.setattr(trainer, "load_state", load_and_tell)
+    await run(programs, "register", register, name=second)
+    await run(programs, "train", bodies[0])
+    await run(programs, "register", register, name=third)
+    assert str(second) not in trainer
+    await run(programs, "train", bodies[1])
+    assert loaded == []
+
+    await run(programs, "train", bodies[0], name=second)
+    await run(programs, "train", bodies[0], name=third)
+    assert str(NAME) not in trainer
+    await run(programs, "train", bodies[2])
+    assert loaded == [str(second), str(third), str(NAME)]
+    assert runtime.models.newest(NAME).files == await _train_again_from_step_0(runtime, *bodies)
+
+
+async def test_a_base_model_is_opened_beside_the_event_loop(
+    runtime: Runtime, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer and engine are made while requests are answered."""
+    loop, waited = asyncio.get_running_loop(), list[bool]()
+
+    def after_the_loop(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            answered = threading.Event()
+            loop.call_soon_threadsafe(answered.set)
+            waited.append(answered.wait(30))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("load_base", "Trainer", "Canary", "make_engine"):
+        function = getattr(compute, name)
+        monkeypatch.setattr(compute, name, after_the_loop(function))
+    await runtime.compute.open(str(tiny_model))
+    assert waited == [True] * 4
+
+
+async def test_trainer_and_engine_take_adapters_at_once(
+    runtime: Runtime, programs: Programs, tmp_path: Path
+) -> None:
+    """PEFT changes all of torch while it adds one: another thread's weights must not suffer."""
+    trainer, folder, name = runtime.compute.trainer, tmp_path / "saved", str(NAME)
+    await run(programs, "train", encode_batch(batch(NAME, 1, groups=1)))
+    trainer.save_state(name, folder)
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    model, ended = AdapterModel(runtime.compute.base.model), threading.Event()
+    model.load("p/m@0", folder / "adapter")
+
+    def load_all_the_time() -> None:
+        while not ended.is_set():
+            trainer.load_state(name, folder)
+
+    loading = asyncio.create_task(asyncio.to_thread(load_all_the_time))
+    try:
+        for step in range(1, 11):
+            await asyncio.to_thread(model.load, f"p/m@{step}", folder / "adapter")
+            assert model._peft is not None
+            there = get_peft_model_state_dict(model._peft, adapter_name=f"policy_{step + 1}")
+            assert all(torch.equal(there[key], weights[key]) for key in weights)
+            model.unload(f"p/m@{step}")
+    finally:
+        ended.set()
+        await loading
+    trainer.save_adapter(name, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
 
 
 async def test_the_same_call_is_found_in_the_store_without_a_journal(

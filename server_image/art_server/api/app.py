@@ -86,9 +86,8 @@ class Routes:
     def __init__(
         self, runtime: Runtime, jobs: Jobs, sessions: Sessions, guardian: Guardian
     ) -> None:
-        self.settings = runtime.settings
+        self.runtime = runtime
         self.max_bytes = runtime.settings.max_bytes
-        self.store = runtime.store
         self.compute = runtime.compute
         self.models = runtime.models
         self.policies = runtime.policies
@@ -122,7 +121,7 @@ class Routes:
         ]
 
     async def server(self, request: Request) -> Response:
-        compute, stats = self.compute, self.compute.stats()
+        compute, stats, store = self.compute, self.compute.stats(), self.runtime.store
         current = self.jobs.current
         made = self.jobs.journal.totals()
         before = self.made_before
@@ -131,11 +130,11 @@ class Routes:
                 version=__version__,
                 protocol=PROTOCOL,
                 base_model=compute.base_name,
-                engine=self.settings.engine,
+                engine=self.runtime.settings.engine,
                 device=compute.device,
-                store=self.store.url,
-                single_writer=self.store.single_writer,
-                credentials_until=self.store.credentials_until,
+                store=store.url,
+                single_writer=store.single_writer,
+                credentials_until=store.credentials_until,
                 policies=self.policies.loaded(),
                 not_durable=self.models.not_durable(),
                 jobs_queued=self.jobs.queued,
@@ -156,7 +155,7 @@ class Routes:
 
     async def credentials(self, request: Request) -> Response:
         given = await self._read(StoreCredentials, request)
-        await asyncio.to_thread(self.store.renew, given.variables)
+        await asyncio.to_thread(self.runtime.store.renew, given.variables)
         return JSONResponse({})
 
     async def register(self, request: Request) -> Response:

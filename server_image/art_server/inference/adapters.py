@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from art_cloud.shared.errors import ConfigError, ConflictError
 
+from ..peft_lock import ADDING
+
 BASE = "__base__"  # what PEFT calls rows without an adapter in a mixed batch
 
 
@@ -55,12 +57,15 @@ class AdapterModel:
         name = f"policy_{self._loaded}"  # a module's name may not contain a dot
         device = str(self.device)
         try:
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(
-                    self._model, folder, name, torch_device=device, low_cpu_mem_usage=True
-                )
-            else:
-                self._peft.load_adapter(folder, name, torch_device=device, low_cpu_mem_usage=True)
+            with ADDING:
+                if self._peft is None:
+                    self._peft = PeftModel.from_pretrained(
+                        self._model, folder, name, torch_device=device, low_cpu_mem_usage=True
+                    )
+                else:
+                    self._peft.load_adapter(
+                        folder, name, torch_device=device, low_cpu_mem_usage=True
+                    )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             if self._peft is not None and name in self._peft.peft_config:
                 self._peft.delete_adapter(name)

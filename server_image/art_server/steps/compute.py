@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from art_cloud.shared.config import LoRAConfig
-from art_cloud.shared.errors import ArtCloudError, ConfigError, ConflictError
+from art_cloud.shared.errors import ArtCloudError, ConflictError
 from art_cloud.shared.protocol import EngineName
 
 from ..inference import Engine, EngineStats, TransformersEngine, VllmEngine, VllmSettings
@@ -44,26 +43,24 @@ POLL_SECONDS = 1.0
 SLOTS = 8
 TRAINED_BYTES = 16
 """Of each LoRA parameter in training: float32 weight, gradient and Adam's two moments."""
-NO_BASE = "The server has no base model yet: register a model first."
-
-
-@dataclass(frozen=True)
-class _Parts:
-    base: BaseModel
-    trainer: Trainer
-    canary: Canary
 
 
 class Compute:
-    """`base`, `trainer`, `canary` and `engine` are there once `open` was awaited."""
+    """The first four are there once `open` was awaited, and `base_name` is not None."""
+
+    base: BaseModel
+    trainer: Trainer
+    canary: Canary
+    engine: Engine
 
     def __init__(
         self, engine: EngineName, vllm_python: str | None = None, placement: Mode | None = None
     ) -> None:
         self._vllm_python = find_python(vllm_python) if engine == "vllm" else None
         self._placement = placement
-        self._parts: _Parts | None = None
         self._engine: Engine | None = None
+        """The engine, from before its start on."""
+        self.base_name: str | None = None
         self.loading_seconds: float | None = None
         self._in_training_thread = 0
         self._training_thread = ThreadPoolExecutor(
@@ -77,25 +74,28 @@ class Compute:
                 f"This server holds {self.base_name}, and {name} was asked for. One server holds "
                 "one base model: start another server for it."
             )
-        if self._parts is None:
+        if self.base_name is None:
             log.info("loading %s", name)
             started = time.monotonic()
-            parts, engine = await self.in_training_thread(self._load, name)
-            self._engine = engine  # so that what it does meanwhile is seen
+            await self.in_training_thread(self._load, name)
+            self._engine = self.engine
             try:
-                await engine.start()
+                await self.engine.start()
             except BaseException:
                 self._engine = None
+                del self.base, self.trainer, self.canary, self.engine  # their memory
                 raise
-            self._parts = parts
+            self.base_name = name
             self.loading_seconds = time.monotonic() - started
-            log.info("%s is loaded on %s", name, parts.base.device)
+            log.info("%s is loaded on %s", name, self.base.device)
 
-    def _load(self, name: str) -> tuple[_Parts, Engine]:
-        base = load_base(name)
-        trainer = Trainer(base)
-        engine = make_engine(base, trainer.token_budget, self._vllm_python, self._placement)
-        return _Parts(base, trainer, Canary(base)), engine
+    def _load(self, name: str) -> None:
+        self.base = load_base(name)
+        self.canary = Canary(self.base)
+        self.trainer = Trainer(self.base)
+        self.engine = make_engine(
+            self.base, self.trainer.token_budget, self._vllm_python, self._placement
+        )
 
     async def close(self) -> None:
         self._training_thread.shutdown(wait=True)
@@ -129,44 +129,16 @@ class Compute:
         self._in_training_thread -= 1
 
     @property
-    def base(self) -> BaseModel:
-        return self._opened.base
-
-    @property
-    def trainer(self) -> Trainer:
-        return self._opened.trainer
-
-    @property
-    def canary(self) -> Canary:
-        return self._opened.canary
-
-    @property
-    def _opened(self) -> _Parts:
-        if self._parts is None:
-            raise ConfigError(NO_BASE)
-        return self._parts
-
-    @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            raise ConfigError(NO_BASE)
-        return self._engine
-
-    @property
-    def base_name(self) -> str | None:
-        return self._parts.base.name if self._parts else None
-
-    @property
     def vocabulary(self) -> int:
         """The base model's number of token ids."""
         return int(self.base.model.config.get_text_config().vocab_size)
 
     @property
     def device(self) -> str:
-        return str(self._parts.base.device) if self._parts else "none yet"
+        return str(self.base.device) if self.base_name else "none yet"
 
     def stats(self) -> EngineStats:
-        return self._engine.stats() if self._engine else EngineStats(0, 0, 0, None)
+        return self._engine.stats() if self._engine else EngineStats()
 
     @property
     def sampling(self) -> bool:
@@ -177,7 +149,7 @@ class Compute:
     def moved(self) -> int:
         """Another number whenever a job gets on: with what the trainer computes, with what is read
         and written, and, unless the trainer is at work, with what the engine does for it."""
-        trained = self._parts.trainer.computed if self._parts else 0
+        trained = self.trainer.computed if self.base_name else 0
         waited_for = 0 if self._in_training_thread else self.stats().moved
         return trained + waited_for + bytes_moved() // MOVED_BYTES
 

@@ -54,7 +54,8 @@ class Jobs:
         """Begin to run them, each by `program`."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = get_ident()
-        self._worker = asyncio.create_task(self._work(program))
+        self._program = program
+        self._worker = asyncio.create_task(self._work())
 
     @property
     def queued(self) -> int:
@@ -143,23 +144,21 @@ class Jobs:
                     self.journal.leave(self.current.id)
             await asyncio.wait([self._worker])
 
-    async def _work(self, program: Program) -> None:
+    async def _work(self) -> None:
         while not self._stopping:
             self._call_came.clear()
             job = next(iter(self.journal.unfinished()), None)
-            if job is None or not await self._settle(
-                await self.ask(self.journal.get, job), program
-            ):
+            if job is None or not await self._settle(await self.ask(self.journal.get, job)):
                 await self._call_came.wait()
         await self._wake()
 
-    async def _settle(self, info: JobInfo, program: Program) -> bool:
+    async def _settle(self, info: JobInfo) -> bool:
         """Run a job to its end and write that down. False: it has to be run again later."""
         self.current = info
         try:
             await self.ask(self.journal.start, info.id)
             await self._wake()
-            outcome = await self._run(info, program)
+            outcome = await self._run(info)
             if outcome is not None:
                 await self.ask(self.journal.end, info.id, outcome)
             return outcome is not None
@@ -171,7 +170,7 @@ class Jobs:
             self.current = None
             await self._wake()
 
-    async def _run(self, info: JobInfo, program: Program) -> StepResult | ErrorBody | None:
+    async def _run(self, info: JobInfo) -> StepResult | ErrorBody | None:
         """What came of a job; None if it was abandoned."""
 
         def report(data: dict[str, Any]) -> None:
@@ -185,7 +184,7 @@ class Jobs:
         what = f"{info.kind} of {info.project}/{info.model}"
         try:
             body = await asyncio.to_thread(self.journal.body, info.id)
-            return await program(info, body, report)
+            return await self._program(info, body, report)
         except ServerStoppingError:
             log.info("job %s (%s) is left for the next start", info.id, what)
             return None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from statistics import fmean
 
@@ -46,7 +48,7 @@ from .compute import Compute
 from .jobs import Report
 from .models import Models, ModelState
 from .policies import Policies
-from .publishing import Keep, Publisher, log_progress, nothing, until_answered
+from .publishing import Keep, Publisher, ask_store, log_progress, nothing
 from .trajectory_log import keeper
 
 log = logging.getLogger(__name__)
@@ -57,51 +59,41 @@ OF_ANY_MODEL = (StoreUnavailableError, StoreAccessError, StoreFullError)
 """Errors that one model has no more than another."""
 
 
+@dataclass(frozen=True)
 class Programs:
-    def __init__(
-        self,
-        compute: Compute,
-        models: Models,
-        policies: Policies,
-        publisher: Publisher,
-        max_bytes: int,
-    ) -> None:
-        self._compute = compute
-        self._models = models
-        self._policies = policies
-        self._publisher = publisher
-        self._max_bytes = max_bytes
+    compute: Compute
+    models: Models
+    policies: Policies
+    publisher: Publisher
+    max_bytes: int
+    """Of what a call holds, once it is read."""
 
     async def run(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Do what a job asks for; the result is that of the step that it made."""
         if job.kind == "register":
             return await self._register(job, body, report)
-        model = self._models.get(job.name)
+        model = self.models.get(job.name)
         program = self._train if job.kind == "train" else self._sft
         try:
-            result = await program(model, job, body, report)
-        except ServerStoppingError:
-            raise  # the next server repeats what this one would have
-        except BaseException:
-            model.end_repeating()
-            raise
-        model.end_repeating()
-        return result
+            return await program(model, job, body, report)
+        finally:
+            if not isinstance(sys.exception(), ServerStoppingError):  # else the next server does it
+                model.end_repeating()
 
     async def _register(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Load the base model if need be, and the model's newest step, or make its step 0."""
         request = RegisterRequest.model_validate_json(body)
-        model = self._models.state(job.name)
+        model = self.models.state(job.name)
         with suppress(RivalError):  # to register is to go on from what the rival made
             await model.until_durable()
         manifest = await self._in_store(model, request, report)
         report({"phase": f"loading {request.base_model}"})
-        await self._compute.open(request.base_model)
+        await self.compute.open(request.base_model)
         if manifest is None:
             report({"phase": "making step 0"})
-            draft = await self._compute.in_training_thread(self._make_step_0, model, request)
+            draft = await self.compute.in_training_thread(self._make_step_0, model, request)
             try:
-                manifest = await self._publisher.publish(model, draft, report)
+                manifest = await self.publisher.publish(model, draft, report)
             except ConflictError:  # somebody else has begun the model: go on from there
                 if (manifest := await self._in_store(model, request, report)) is None:
                     raise
@@ -112,8 +104,7 @@ class Programs:
         self, model: ModelState, request: RegisterRequest, report: Report
     ) -> Manifest | None:
         """The newest step in the store, as it is registered now."""
-        newest = await until_answered(partial(asyncio.to_thread, model.checkpoints.newest), report)
-        if newest is None:
+        if (newest := await ask_store(report, model.checkpoints.newest)) is None:
             return None
         _check_same_model(model.name, newest, request)
         return newest.model_copy(update={"retention": request.retention})
@@ -123,16 +114,16 @@ class Programs:
     ) -> StepResult:
         """One step of a policy loss on a batch of groups."""
         done = await self._done_before(model, job, report)
-        batch = await self._compute.in_training_thread(decode_batch, body, self._max_bytes)
+        batch = await self.compute.in_training_thread(decode_batch, body, self.max_bytes)
         config, name = batch.config, str(model.name)
 
         def train() -> Metrics:
             started = time.perf_counter()
-            data, metrics = rl_data(batch, self._compute.vocabulary)
+            data, metrics = rl_data(batch, self.compute.vocabulary)
             reference = None
             if config.kl_coef and config.kl_reference_step is not None:
                 model.refer_to(config.kl_reference_step)
-                reference = self._policies.fetch_reference(model.name, config.kl_reference_step)
+                reference = self.policies.fetch_reference(model.name, config.kl_reference_step)
             trainer = self._begin_training(model)
             metrics |= trainer.forward_backward(
                 name,
@@ -148,7 +139,7 @@ class Programs:
             return metrics | batch.metrics
 
         number = done.step if done else model.newest.step + 1
-        keep = keeper(model.checkpoints, batch, number, job.id, self._compute.base, report)
+        keep = keeper(model.checkpoints, batch, number, job.id, self.compute.base, report)
         if done is None:
             return await self._step(model, job, train, report, keep)
         if done.durable:
@@ -161,12 +152,12 @@ class Programs:
         """Supervised fine-tuning over all examples; one step of the model when it is through."""
         if (done := await self._done_before(model, job, report)) is not None:
             return done
-        request = await self._compute.in_training_thread(SFTRequest.model_validate_json, body)
+        request = await self.compute.in_training_thread(SFTRequest.model_validate_json, body)
         config, name = request.config, str(model.name)
 
         def train() -> Metrics:
             started = time.perf_counter()
-            data = sft_data(request.examples, self._compute.base, self._max_bytes)
+            data = sft_data(request.examples, self.compute.base, self.max_bytes)
             trainer = self._begin_training(model)
             batches = sft_batches(data, config)
             losses, tokens, computed = [], 0.0, 0.0
@@ -215,13 +206,12 @@ class Programs:
             if model.store_again():
                 await model.until_durable()
             if not self._is_resident(model):
-                fetch = partial(asyncio.to_thread, self._policies.fetch, newest)
-                await until_answered(fetch, report)
-            await self._policies.make_room()
-            draft = await self._compute.train(lambda: _next(job, newest, train(), report))
+                await ask_store(report, self.policies.fetch, newest)
+            await self.policies.make_room()
+            draft = await self.compute.train(lambda: _next(job, newest, train(), report))
             if (found := await looking) is not None:
                 return _result(model, found)
-            manifest = await self._publisher.publish(model, draft, report, keep)
+            manifest = await self.publisher.publish(model, draft, report, keep)
         except BaseException as error:
             await asyncio.wait([looking])
             looking.exception()  # it, or what came before it, is raised
@@ -240,8 +230,7 @@ class Programs:
         if found.call_id != job.id:
             if (step := model.step_of(job.id)) is None:
                 return None
-            record = partial(asyncio.to_thread, model.checkpoints.record, step)
-            found = await until_answered(record, report)
+            found = await ask_store(report, model.checkpoints.record, step)
         return _result(model, found)
 
     async def _look_elsewhere(
@@ -260,8 +249,7 @@ class Programs:
                 raise superseded(rival)
             return checkpoints.record(step), checkpoints.newest() or rival
 
-        found = await until_answered(partial(asyncio.to_thread, look), report)
-        if found is None:
+        if (found := await ask_store(report, look)) is None:
             return None
         mine, there = found
         await self._serve(model, there, report)
@@ -271,8 +259,7 @@ class Programs:
         self, model: ModelState, call_id: str, report: Report
     ) -> ConflictError:
         """Go on from a step of this server that it had given up, and what the next call is told."""
-        newest = partial(asyncio.to_thread, model.checkpoints.newest)
-        there = await until_answered(newest, report)
+        there = await ask_store(report, model.checkpoints.newest)
         assert there is not None
         await self._serve(model, there, report)
         return ConflictError(
@@ -288,12 +275,12 @@ class Programs:
         can't be served is left out, and whoever asks for it is told why.
         """
         for name in names:
-            model = self._models.state(name)
+            model = self.models.state(name)
             try:
                 manifest = await asyncio.to_thread(model.checkpoints.newest)
                 if manifest is None:
                     continue
-                await self._compute.open(manifest.base_model)
+                await self.compute.open(manifest.base_model)
                 await self._serve(model, manifest, log_progress)
             except OF_ANY_MODEL:
                 raise
@@ -305,13 +292,14 @@ class Programs:
 
     async def _serve(self, model: ModelState, newest: Manifest, report: Report) -> None:
         """Go on from the newest step in the store."""
-        calls = await until_answered(partial(asyncio.to_thread, model.checkpoints.calls), report)
-        await until_answered(partial(self._policies.load, newest), report)
+        calls = await ask_store(report, model.checkpoints.calls)
+        await ask_store(report, self.policies.fetch, newest)
+        await self.policies.load(newest)
         model.register(newest, calls)
 
     def _make_step_0(self, model: ModelState, request: RegisterRequest) -> Manifest:
         model.train()
-        self._compute.trainer.create(str(model.name), request.lora)
+        self.compute.trainer.create(str(model.name), request.lora)
         return Manifest(
             project=model.name.project,
             model=model.name.model,
@@ -326,13 +314,13 @@ class Programs:
         )
 
     def _is_resident(self, model: ModelState) -> bool:
-        return model.is_resident and str(model.name) in self._compute.trainer
+        return model.is_resident and str(model.name) in self.compute.trainer
 
     def _begin_training(self, model: ModelState) -> Trainer:
         """The trainer, which holds the newest step and is about to change it."""
-        trainer = self._compute.trainer
+        trainer = self.compute.trainer
         if not self._is_resident(model):
-            trainer.load_state(str(model.name), self._policies.fetch(model.known))
+            trainer.load_state(str(model.name), self.policies.fetch(model.known))
         model.train()
         return trainer
 

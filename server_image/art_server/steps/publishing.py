@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from art_cloud.shared.config import Retention
 from art_cloud.shared.errors import (
@@ -39,6 +37,7 @@ from .policies import Policies
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 STORE_SECONDS = 600.0
@@ -61,8 +60,11 @@ async def nobody(call_id: str, error: ArtCloudError | None) -> None:
     pass
 
 
-async def until_answered(work: Callable[[], Awaitable[T]], report: Report) -> T:
-    """Repeat `work` while the store does not answer, and say so.
+async def ask_store(
+    report: Report, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """What `question`, called in a thread, reads or writes there: again while the store does not
+    answer, and saying so.
 
     Raises:
         StoreUnavailableError: it did not for `STORE_SECONDS`.
@@ -70,7 +72,7 @@ async def until_answered(work: Callable[[], Awaitable[T]], report: Report) -> T:
     since, pause = time.monotonic(), FIRST_PAUSE
     while True:
         try:
-            return await work()
+            return await asyncio.to_thread(question, *args, **kwargs)
         except StoreUnavailableError as error:
             left = since + STORE_SECONDS - time.monotonic()
             if left <= 0:
@@ -87,26 +89,17 @@ def log_progress(data: dict[str, Any]) -> None:
     log.info("%s", data["phase"])
 
 
+@dataclass
 class Publisher:
     """With durability "sync" a step is the newest once it is in the store; with "async" once it is
     served, and it is stored behind its job."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        policies: Policies,
-        durability: Durability,
-        cluster: str,
-        note_stored: NoteStored,
-    ) -> None:
-        self._compute = compute
-        self._policies = policies
-        self._durability = durability
-        self._writer = Writer(
-            cluster=cluster, host=socket.gethostname(), started_at=datetime.now(UTC)
-        )
-        self._note_stored = note_stored
-        self._pruning: asyncio.Task[None] | None = None
+    compute: Compute
+    policies: Policies
+    durability: Durability
+    writer: Writer
+    note_stored: NoteStored
+    _pruning: asyncio.Task[None] | None = None
 
     async def publish(
         self, model: ModelState, draft: Manifest, report: Report, keep: Keep = nothing
@@ -117,9 +110,9 @@ class Publisher:
         took the step's number, `ConflictError` if another one has begun the model. Then there is no
         such step here. Once its manifest is in the store, nothing raises any more.
         """
-        compute, policies, name = self._compute, self._policies, str(model.name)
+        compute, policies, name = self.compute, self.policies, str(model.name)
         trainer, aside = compute.trainer, compute.in_training_thread
-        behind = self._durability == "async" and draft.kind != "init"
+        behind = self.durability == "async" and draft.kind != "init"
         tell = log_progress if behind else report
 
         async with policies.new(draft) as folder:
@@ -141,7 +134,7 @@ class Publisher:
                 found = {
                     "metrics": draft.metrics | {"canary": difference},
                     "probe": await expected,
-                    "writer": self._writer,
+                    "writer": self.writer,
                 }
                 draft = draft.model_copy(update=found)
                 await model.until_durable()
@@ -175,8 +168,7 @@ class Publisher:
         def watch(done: int, total: int) -> None:
             tell({"phase": f"storing {draft.policy}: {rate.words(done, total)}"})
 
-        upload = partial(asyncio.to_thread, model.checkpoints.upload, folder, watch)
-        return await until_answered(upload, tell)
+        return await ask_store(tell, model.checkpoints.upload, folder, watch)
 
     async def _create(
         self,
@@ -188,9 +180,8 @@ class Publisher:
         tell: Report,
     ) -> Manifest:
         manifest = draft.model_copy(update={"files": await files})
-        create = partial(asyncio.to_thread, model.checkpoints.create, manifest, folder)
         try:
-            stored = await until_answered(create, tell)
+            stored = await ask_store(tell, model.checkpoints.create, manifest, folder)
         except ConflictError:
             raise
         except BaseException as error:
@@ -213,8 +204,8 @@ class Publisher:
         except ArtCloudError as error:
             if isinstance(error, RivalError):
                 model.lose(error)
-                self._policies.release(served.policy)
-                await self._policies.unload(served.policy)
+                self.policies.release(served.policy)
+                await self.policies.unload(served.policy)
             else:
                 log.error("%s is served, and could not be stored: %s", served.policy, error)
             await self._note(served, error)
@@ -223,14 +214,14 @@ class Publisher:
             log.exception("%s is served, and could not be stored", served.policy)
             raise
         model.make_durable(stored)
-        self._policies.release(stored.policy)
+        self.policies.release(stored.policy)
         self._prune(model)
         await self._note(stored, None)
 
     async def _note(self, manifest: Manifest, error: ArtCloudError | None) -> None:
         while True:
             try:
-                return await self._note_stored(manifest.call_id, error)
+                return await self.note_stored(manifest.call_id, error)
             except StoreFullError as full:
                 log.error("what became of %s can't be noted yet: %s", manifest.policy, full)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -238,18 +229,18 @@ class Publisher:
     def _prune(self, model: ModelState) -> None:
         """Begin to remove from the store what the model's retention does not keep. No job waits
         for it. One model at a time: one that comes meanwhile is pruned after its next step."""
-        retention = model.known.retention
-        if retention is None or not (self._pruning is None or self._pruning.done()):
+        if model.known.retention is None or not (self._pruning is None or self._pruning.done()):
             return
-        in_use = self._policies.steps_in_use(model.name)
+        keep = self.policies.steps_in_use(model.name)
         if model.reference is not None:
-            in_use.add(model.reference)
-        self._pruning = asyncio.create_task(_prune(model.checkpoints, retention, in_use))
+            keep.add(model.reference)
+        work = asyncio.to_thread(_prune, model.checkpoints, model.known.retention, keep)
+        self._pruning = asyncio.create_task(work)
 
 
-async def _prune(checkpoints: Checkpoints, retention: Retention, in_use: set[int]) -> None:
+def _prune(checkpoints: Checkpoints, retention: Retention, keep: set[int]) -> None:
     try:
-        removed = await asyncio.to_thread(prune, checkpoints, retention, keep=in_use)
+        removed = prune(checkpoints, retention, keep=keep)
     except ArtCloudError as error:
         log.warning("no step of %s was removed: %s", checkpoints.name, error)
     else:

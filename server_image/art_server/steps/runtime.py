@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from art_cloud.shared.protocol import Durability, EngineName
+from art_cloud.store.checkpoints import Writer
 from art_cloud.store.opening import open_store
 
 from ..inference.placement import Mode
@@ -51,11 +54,15 @@ class Runtime:
             settings.state / "cache",
             only="adapter/" if settings.read_only else "",
         )
-        publisher = Publisher(
-            self.compute, self.policies, settings.durability, settings.name, note_stored
+        writer = Writer(
+            cluster=settings.name, host=socket.gethostname(), started_at=datetime.now(UTC)
         )
         self.programs = Programs(
-            self.compute, self.models, self.policies, publisher, settings.max_bytes
+            self.compute,
+            self.models,
+            self.policies,
+            Publisher(self.compute, self.policies, settings.durability, writer, note_stored),
+            settings.max_bytes,
         )
 
     async def close(self) -> None:
