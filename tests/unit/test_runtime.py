@@ -26,6 +26,7 @@ from art_cloud.shared.errors import (
     ConflictError,
     NotFoundError,
     RivalError,
+    ServerStoppingError,
     StoreUnavailableError,
 )
 from art_cloud.shared.names import ModelName
@@ -266,6 +267,45 @@ async def test_a_step_that_was_given_up_and_is_there_all_the_same_has_no_rival(
     assert (runtime.models.newest(NAME).step, steps(runtime)) == (1, [0, 1])
     assert (await run(programs, "train", body, call)).step == 1
     assert (await run(programs, "train", body)).step == 2
+
+
+async def test_a_repeated_step_that_is_left_to_the_next_server_is_not_given_up(
+    runtime: Runtime, programs: Programs
+) -> None:
+    """Who asks for the plain name is not given the step before it while the server ends."""
+
+    def stop(data: dict[str, Any]) -> None:
+        raise ServerStoppingError("The server is stopping.")
+
+    body, job = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
+    info = JobInfo(id=job, kind="train", project="p", model="m", state="running")
+    runtime.models.get(NAME).repeat()
+    asking = asyncio.create_task(runtime.models.until_known(NAME))
+    with pytest.raises(ServerStoppingError):
+        await programs.run(info, body, stop)
+    assert not asking.done()
+    assert (await run(programs, "train", body, job)).step == 1
+    async with asyncio.timeout(30):
+        await asking
+
+
+async def test_a_model_that_is_registered_keeps_a_server_of_fenced_ones(
+    runtime: Runtime, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("art_server.steps.models.FENCED_SECONDS", 1.0)
+    models, other = runtime.models, ModelName("p", "other")
+    there = models.newest(NAME)
+    ending = asyncio.create_task(models.all_fenced())
+    await asyncio.sleep(0)
+    models.get(NAME).fence(RivalError("Another server trains p/m."))
+    for _ in range(5):  # until it waits for the time to be over
+        await asyncio.sleep(0)
+    models.state(other).register(there.model_copy(update={"model": "other"}), {})
+    await asyncio.sleep(2)
+    assert not ending.done()
+    models.get(other).fence(RivalError("Another server trains p/other."))
+    async with asyncio.timeout(30):
+        assert "Another server trains p/m. Another server trains p/other." in await ending
 
 
 async def test_requests_for_more_steps_than_stay_loaded_at_once(
