@@ -5,7 +5,7 @@
 # endpoint.json. What a server that is gone has left counts for nothing.
 echo in
 boot="$(cat /proc/sys/kernel/random/boot_id)"
-while kill -0 "$PPID" 2>/dev/null; do # until the login ends
+while [ -d "/proc/$PPID" ]; do # until the login ends
   for environment in $(grep -lzxsF -e "$1" /proc/[0-9]*/environ); do
     process="${environment%/environ}"
     task="$(tr '\0' '\n' 2>/dev/null <"$environment")" # its HOME may be another than that of a login (Slurm)

@@ -130,7 +130,9 @@ class Servers:
                     return described(name, running[name])
                 if if_free and running:
                     return {"state": "busy", "with": sorted(running)}
-                session = {"owner": _owner(environment), "by": by, "mark": uuid.uuid4().hex}
+                token = environment.get("ART_CLOUD_TOKEN", "").encode()
+                owner = hashlib.sha256(token).hexdigest()[:32]
+                session = {"owner": owner, "by": by, "mark": uuid.uuid4().hex}
                 environment = {**os.environ, MARK: session["mark"], **environment}
                 process = _spawn(folder, command, environment, works_in, lock)
                 self.started[folder] = process
@@ -138,7 +140,7 @@ class Servers:
                 _write(folder / "session.json", json.dumps(session))
                 while name not in self.all() and process.poll() is None:
                     time.sleep(POLL_SECONDS / 10)  # until others see it
-        return {"state": "started", "owner": session["owner"]}
+        return {"state": "started", "owner": owner}
 
     def endpoint(self, name: str, patience: float = ENDPOINT_SECONDS) -> dict[str, Any]:
         give_up = time.monotonic() + patience
@@ -155,6 +157,9 @@ class Servers:
             time.sleep(POLL_SECONDS)
 
     def look(self) -> dict[str, Any]:
+        """All that runs, and the names of which there is a log."""
+        with suppress(FileNotFoundError), (self.root / "lock").open() as turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)  # what is being started is seen
         logs = self.clusters.glob("*/server.log")
         return {
             "servers": [described(name, server) for name, server in self.all().items()],
@@ -324,11 +329,6 @@ def _spawn(
         )
     finally:
         os.close(log)
-
-
-def _owner(environment: dict[str, str]) -> str:
-    """What may be shown of the token: half its SHA-256."""
-    return hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()[:32]
 
 
 def power(*command: str) -> tuple[int, str]:
