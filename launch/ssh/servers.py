@@ -72,8 +72,8 @@ class Process(NamedTuple):
     session: int
     identity: str
     """The boot of the machine, the id, and when it was started: no other process has the same."""
-    age: float
-    """Seconds since it was started."""
+    started_at: float
+    """Unix time, by the clock of this machine: the same whenever it is asked."""
     command: list[str]
 
 
@@ -356,7 +356,8 @@ def described(name: str, server: Server) -> dict[str, Any]:
     return {
         "name": name,
         "state": "ending" if server.leader is None else state,
-        "age": process.age,
+        "started_at": process.started_at,
+        "age": time.time() - process.started_at,
         "pid": process.pid,
         "identity": server.identity,
         "owner": server.session.get("owner"),
@@ -370,7 +371,9 @@ def processes() -> Iterator[Process]:
         yield from _processes_by_psutil()
         return
     boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    now, ticks = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
+    stat = (PROC / "stat").read_text().splitlines()
+    [booted_at] = [int(line.split()[1]) for line in stat if line.startswith("btime ")]
+    ticks = os.sysconf("SC_CLK_TCK")
     for folder in PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
@@ -378,8 +381,8 @@ def processes() -> Iterator[Process]:
                 command = (folder / "cmdline").read_text(errors="replace").split("\0")[:-1]
                 if stat[0] != "Z":
                     identity = f"{boot}/{folder.name}/{stat[19]}"
-                    age = now - int(stat[19]) / ticks
-                    yield Process(int(folder.name), int(stat[3]), identity, age, command)
+                    started_at = booted_at + int(stat[19]) / ticks
+                    yield Process(int(folder.name), int(stat[3]), identity, started_at, command)
 
 
 def _processes_by_psutil() -> Iterator[Process]:
@@ -389,10 +392,10 @@ def _processes_by_psutil() -> Iterator[Process]:
 
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            command, age = process.cmdline(), time.time() - process.create_time()
-            identity = identity_of(process.pid)
+            pid, identity = process.pid, identity_of(process.pid)
             if identity and process.status() != psutil.STATUS_ZOMBIE:
-                yield Process(process.pid, os.getsid(process.pid), identity, age, command)
+                started_at, command = process.create_time(), process.cmdline()
+                yield Process(pid, os.getsid(pid), identity, started_at, command)
 
 
 def _mark(process: Process) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,13 +53,15 @@ async def one_launch_at_a_time(name: str) -> AsyncIterator[Path]:
         yield folder
 
 
-def instance_of(provider: str, where: str, server: dict[str, Any]) -> Instance:
-    """A server as `launch/ssh/servers.py` describes it, on the machine `where`."""
+def instance_of(
+    provider: str, where: str, server: dict[str, Any], started_at: datetime
+) -> Instance:
+    """A server as `launch/ssh/servers.py` describes it."""
     return Instance(
         name=server["name"],
         provider=provider,
         state=server["state"],
-        started_at=datetime.now(UTC) - timedelta(seconds=server["age"]),  # by the clock here
+        started_at=started_at,
         detail=f"{where}pid {server['pid']}",
         identity=server["identity"],
         owner=server["owner"],

@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -101,7 +102,8 @@ class LocalProvider:
 
 
 def _instance(server: dict[str, Any]) -> Instance:
-    return instance_of("local", "", server)
+    started_at = datetime.fromtimestamp(server["started_at"], UTC)
+    return instance_of("local", "", server, started_at)
 
 
 def _require(*modules: str) -> None:

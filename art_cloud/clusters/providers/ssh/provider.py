@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ....links.endpoint import Endpoint, SSHRoute
@@ -296,7 +297,8 @@ async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
 
 
 def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
-    return instance_of("ssh", f"{route.host}, ", server)
+    started_at = datetime.now(UTC) - timedelta(seconds=server["age"])  # by the clock here
+    return instance_of("ssh", f"{route.host}, ", server, started_at)
 
 
 async def _stop(route: SSHRoute, name: str, only: Which | None) -> None:
