@@ -132,11 +132,12 @@ class Servers:
                     return {"state": "busy", "with": sorted(running)}
                 token = environment.get("ART_CLOUD_TOKEN", "").encode()
                 owner = hashlib.sha256(token).hexdigest()[:32]
-                session = {"owner": owner, "by": by, "mark": uuid.uuid4().hex}
-                environment = {**os.environ, MARK: session["mark"], **environment}
+                mark = uuid.uuid4().hex
+                environment = {**os.environ, MARK: mark, **environment}
                 process = _spawn(folder, command, environment, works_in, lock)
                 self.started[folder] = process
-                session["process"] = _identity_of(process.pid)
+                identity = _identity_of(process.pid)
+                session = {"owner": owner, "by": by, "mark": mark, "process": identity}
                 _write(folder / "session.json", json.dumps(session))
                 while name not in self.all() and process.poll() is None:
                     time.sleep(POLL_SECONDS / 10)  # until others see it
