@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from art_cloud.clusters.providers import get_provider, local
 from art_cloud.clusters.providers.local import _program
+from art_cloud.shared.errors import ConfigError
 
 program: Any = _program()
 
@@ -74,3 +77,13 @@ def test_a_name_that_is_being_started_is_waited_for(
     assert here.endpoint("one", 0.0) == {"state": "ended", "code": None, "log": []}
     with pytest.raises(FileNotFoundError):
         here.start("one", ["/no/python"], {})
+
+
+async def test_where_no_server_can_run_a_local_cluster_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Windows there is no fcntl."""
+    monkeypatch.setattr(local, "find_spec", lambda name: None if name == "fcntl" else ModuleSpec)
+    _program.cache_clear()
+    with pytest.raises(ConfigError, match="needs Linux or macOS"):
+        await get_provider("local").list()
