@@ -27,7 +27,8 @@ KEEPALIVE_SECONDS = 5
 """Unless the ssh configuration says otherwise. ssh gives up after three that nobody answered."""
 REASON_SECONDS = 1.0
 """For ssh to write why it could not connect, after it said that it could not."""
-CROWDED_SECONDS = 0.01
+TURNS = 32
+"""How many may call ssh at the same time: a socket has 64 seats for those who wait."""
 NEVER_ASK = ("-o", "BatchMode=yes", "-o", "LogLevel=INFO")
 NEVER_ACCEPT = ("-o", "StrictHostKeyChecking=yes", "-o", "UpdateHostKeys=no")
 ONLY_CONNECTIONS = (
@@ -58,9 +59,7 @@ def read_settings(route: SSHRoute) -> Settings:
     Raises:
         ConfigError: there is no ssh, or it does not understand its configuration.
     """
-    ssh = shutil.which("ssh")
-    if ssh is None:
-        raise ConfigError("There is no ssh here. Install OpenSSH's client.")
+    ssh = require_system_ssh()
     found = subprocess.run(
         [ssh, *route.options, "-G", "-T", "--", route.host],
         capture_output=True,
@@ -74,6 +73,12 @@ def read_settings(route: SSHRoute) -> Settings:
         key, _, value = line.partition(" ")
         settings.setdefault(key, []).append(value)
     return settings
+
+
+def require_system_ssh() -> str:
+    if ssh := shutil.which("ssh"):
+        return ssh
+    raise ConfigError("There is no ssh here. Install OpenSSH's client.")
 
 
 def known_hosts(settings: Settings) -> list[Path]:
@@ -101,6 +106,7 @@ async def log_in(route: SSHRoute) -> Login:
             login = await early
             if not login.ended:
                 return login
+            await login.close()
     return await Login.start(route)
 
 
@@ -119,7 +125,7 @@ async def forget_login(route: SSHRoute) -> None:
 
 async def check_login(route: SSHRoute) -> None:
     """Whether the login works, for a tunnel too. Raises what `log_in` and `Login.connect` raise."""
-    login = await log_in(route)
+    login = await Login.start(route)
     try:
         with suppress(ServerUnavailableError), socket.socket() as nobody:
             await login.connect(1, nobody, nobody)  # where nothing listens, if one may ask
@@ -147,11 +153,18 @@ class Login:
         self._said: list[str] = []
         self._control = socket.socket(socket.AF_UNIX)
         """Ends with ssh."""
-        self._refusals: asyncio.Queue[str] = asyncio.Queue()
+        self._turns = asyncio.Semaphore(TURNS)
+        self._refused = asyncio.Event()
+        self._why_refused = "no reason given"
         self._listening = asyncio.create_task(self._listen())
+        self._ending: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, route: SSHRoute) -> Login:
+        if not hasattr(socket, "AF_UNIX"):
+            raise ConfigError(
+                "A tunnel takes an ssh that shares logins, as Windows has in WSL only."
+            )
         settings = await asyncio.to_thread(read_settings, route)
         folder = tempfile.TemporaryDirectory(prefix="art-ssh-")
         process = await asyncio.create_subprocess_exec(
@@ -176,27 +189,31 @@ class Login:
         try:
             async with asyncio.timeout(LOGIN_SECONDS):
                 if not await self._process.stdout.readline():
-                    await self._heard()
-                    raise refusal(self._route, self._settings, self._said)
+                    await self._why()
+                    raise refusal(self._route, self._settings, "\n".join(self._said))
                 await self._call(self._control)
-                await _receive(self._control)
+                self._ending = asyncio.create_task(self._end())
         except TimeoutError:
             raise ServerUnavailableError(
                 f"{self._route.host} does not answer within {LOGIN_SECONDS:g} s."
             ) from None
         except OSError:
-            raise ServerUnavailableError(f"{self._route.host}: {await self.lost()}.") from None
+            raise ServerUnavailableError(f"{self._route.host}: {await self._why()}.") from None
         self.address = await _own_address(self._settings)
 
     async def _listen(self) -> None:
         """Keep what ssh says."""
         assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            said = line.decode(errors="replace").strip()
-            if ": open failed: " in said:
-                self._refusals.put_nowait(said.partition(": open failed: ")[2])
-            elif said:
-                self._said = [*self._said[-40:], said]
+        rest = ""
+        while data := await self._process.stderr.read(4096):
+            *lines, rest = (rest + data.decode(errors="replace")).split("\n")
+            for line in lines:
+                _, failed, why = line.strip().partition(": open failed: ")
+                if failed:
+                    self._why_refused = why
+                    self._refused.set()
+                elif line.strip():
+                    self._said = [*self._said[-40:], line.strip()]
 
     async def connect(self, port: int, source: socket.socket, sink: socket.socket) -> socket.socket:
         """Have ssh read from `source` what goes to a port there, and write to `sink` what comes.
@@ -213,11 +230,7 @@ class Login:
         request = struct.pack(f">IIII{len(host)}sI", CONNECT, 0, 0, len(host), host, port)
         control = socket.socket(socket.AF_UNIX)
         try:
-            await self._call(control)
-            control.sendall(_packed(struct.pack(">II", HELLO, VERSION)) + _packed(request))
-            for end in (source, sink):
-                socket.send_fds(control, [b"\0"], [end.fileno()])
-            await _receive(control)  # its greeting
+            await self._call(control, request, source, sink)
             answer = await _receive(control)
             if struct.unpack_from(">I", answer) != (CONNECTED,):
                 raise await self._not_connected(port)
@@ -229,40 +242,55 @@ class Login:
             raise
         return control
 
-    async def _call(self, control: socket.socket) -> None:
+    async def _call(
+        self, control: socket.socket, request: bytes = b"", *ends: socket.socket
+    ) -> None:
+        """Connect to ssh, ask it for something at once, and wait for its greeting."""
         control.setblocking(False)
-        while True:
-            try:
-                return control.connect(f"{self._folder.name}/master")
-            except BlockingIOError:  # too many at once
-                await asyncio.sleep(CROWDED_SECONDS)
+        async with self._turns:
+            control.connect(f"{self._folder.name}/master")
+            for message in (struct.pack(">II", HELLO, VERSION), request) if request else ():
+                control.sendall(struct.pack(">I", len(message)) + message)
+            for end in ends:
+                socket.send_fds(control, [b"\0"], [end.fileno()])
+            await _receive(control)
 
     async def _not_connected(self, port: int) -> ArtCloudError:
-        host, why = self._route.host, "no reason given"
+        host = self._route.host
         with suppress(TimeoutError):
-            why = await asyncio.wait_for(self._refusals.get(), REASON_SECONDS)
-        if why.startswith("administratively prohibited"):
+            await asyncio.wait_for(self._refused.wait(), REASON_SECONDS)
+        if self._why_refused.startswith("administratively prohibited"):
             return ProviderError(
                 f"{host} does not let this user forward ports: AllowTcpForwarding and PermitOpen "
                 "in its sshd_config, or restrictions of the key in its authorized_keys."
             )
-        return ServerUnavailableError(f"Nothing listens at port {port} of {host} ({why}).")
+        return ServerUnavailableError(
+            f"Nothing listens at port {port} of {host} ({self._why_refused})."
+        )
 
     async def is_alive(self) -> bool:
         """Whether ssh still answers: then what it ended was ended on the other machine."""
         with socket.socket(socket.AF_UNIX) as control, suppress(OSError):
             await self._call(control)
-            await _receive(control)
             return True
         return False
 
     async def lost(self) -> str:
         """Wait until the login ended, and return why."""
+        assert self._ending is not None
+        await asyncio.shield(self._ending)
+        return f"the connection was lost ({await self._why()})"
+
+    async def _end(self) -> None:
         with suppress(OSError):
             await asyncio.get_running_loop().sock_recv(self._control, 1)
         self.ended = True
-        await self._heard()
-        return f"the connection was lost ({self._said[-1] if self._said else 'ssh ended'})"
+
+    async def _why(self) -> str:
+        """The last thing that ssh said, once it has ended."""
+        # another program may hold its standard error
+        await asyncio.wait([self._listening], timeout=REASON_SECONDS)
+        return self._said[-1] if self._said else "ssh ended"
 
     async def close(self) -> None:
         self.ended = True
@@ -270,16 +298,11 @@ class Login:
         self._process.stdin.close()
         self._folder.cleanup()
         await self._process.wait()
-        await self._heard()
+        if self._ending is not None:
+            await self._ending
         self._control.close()
-
-    async def _heard(self) -> None:
-        """All that ssh said has been read, unless another program holds its standard error."""
-        await asyncio.wait([self._listening], timeout=REASON_SECONDS)
-
-
-def _packed(message: bytes) -> bytes:
-    return struct.pack(">I", len(message)) + message
+        await self._why()
+        self._listening.cancel()
 
 
 async def _receive(control: socket.socket) -> bytes:
@@ -305,6 +328,8 @@ def _preferences(settings: Settings) -> list[str]:
     options = ["-o", f"Ciphers={','.join(ciphers)}"]
     if settings["serveraliveinterval"] == ["0"]:
         options += ["-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"]
+    if settings.get("forkafterauthentication") == ["yes"]:  # older ones don't know it
+        options += ["-o", "ForkAfterAuthentication=no"]
     return options
 
 
@@ -323,9 +348,10 @@ async def _own_address(settings: Settings) -> str | None:
         return None
 
 
-def refusal(route: SSHRoute, settings: Settings, said: list[str]) -> ArtCloudError:
+def refusal(route: SSHRoute, settings: Settings, text: str) -> ArtCloudError:
     """What to say of a login that ssh did not get, by what it wrote."""
-    host, by_hand, text = route.host, shlex.join(route.command), "\n".join(said)
+    host, by_hand = route.host, shlex.join(route.command)
+    last = text.strip().rpartition("\n")[2] or "ssh ended"
     files = " and ".join(map(str, known_hosts(settings))) or "~/.ssh/known_hosts"
     if "HOST IDENTIFICATION HAS CHANGED" in text or "REVOKED HOST KEY" in text:
         [name], [port] = settings.get("hostkeyalias") or settings["hostname"], settings["port"]
@@ -342,16 +368,16 @@ def refusal(route: SSHRoute, settings: Settings, said: list[str]) -> ArtCloudErr
         )
     if "Permission denied" in text or "Too many authentication failures" in text:
         return ProviderError(
-            f"{host} does not let this user in: {said[-1]}. See whether `{by_hand}` works without "
+            f"{host} does not let this user in: {last}. See whether `{by_hand}` works without "
             "a question. A key with a passphrase has to be in the agent: ssh-add."
         )
     if "Could not resolve hostname" in text:
         return ServerUnavailableError(
-            f"The address of {host} can't be found: {said[-1]}. Is there a network, and a `Host` "
+            f"The address of {host} can't be found: {last}. Is there a network, and a `Host` "
             "of that name in the ssh configuration?"
         )
     if "Connection refused" in text:
         return ServerUnavailableError(
             f"{host} refuses ssh connections. Does sshd run there, at that port?"
         )
-    return ServerUnavailableError(f"{host} can't be reached: {said[-1] if said else 'ssh ended'}.")
+    return ServerUnavailableError(f"{host} can't be reached: {last}.")

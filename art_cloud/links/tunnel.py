@@ -271,6 +271,7 @@ class Tunnel:
         finally:
             transport.close()
 
+
 def _is_ours(address: str | None) -> bool:
     """Whether this machine still has an address; None is one that is not known."""
     if address is None:

@@ -93,7 +93,7 @@ def have_no_such_host(sshd: Sshd) -> None:
 
 
 def have_a_broken_configuration(sshd: Sshd) -> None:
-    change(sshd, f"Port {sshd.port}", "Port ssh")
+    change(sshd, f"Port {sshd.port}", "Port nonsense")
 
 
 def have_no_configuration(sshd: Sshd) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import JsonValue, PositiveInt, ValidationError
 
 from ....links.endpoint import Endpoint, SSHRoute
-from ....links.logins import forget_login, log_in_early
+from ....links.logins import NEVER_ASK, forget_login, log_in_early, read_settings, refusal
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ....shared.progress import enabled, say
@@ -42,6 +42,8 @@ KNOWN_HOSTS = "known_hosts"
 """Of the same: the key of its machine."""
 SECONDS_TO_TAKE = 60
 """How long a server may take to read its secrets. One that runs reads them at once."""
+SSH_FAILED = 255
+"""Its exit code where the command did not run or the connection broke."""
 LOCK_POLL_SECONDS = 0.1
 SECONDS_TO_END = 40
 """What the login and the server's own end may take; after that its machine just goes."""
@@ -301,7 +303,7 @@ async def _run(route: SSHRoute, command: str) -> None:
 async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
     """A command that runs there, and ends with the block."""
     process = await asyncio.create_subprocess_exec(
-        *("ssh", *route.options, "-o", "BatchMode=yes", route.host, command),
+        *("ssh", *route.options, *NEVER_ASK, route.host, command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -317,9 +319,12 @@ async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
 async def _say(route: SSHRoute, process: Process, said: str) -> None:
     """To a command, and wait for its end."""
     _, errors = await process.communicate(said.encode())
+    if process.returncode == SSH_FAILED:
+        settings = await asyncio.to_thread(read_settings, route)
+        raise ProviderError(str(refusal(route, settings, errors.decode(errors="replace"))))
     if process.returncode:
         why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
-        raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
+        raise ProviderError(f"A command on SkyPilot's machine {route.host} failed: {why}")
 
 
 def _instance(found: dict[str, Any]) -> Instance:
@@ -346,7 +351,7 @@ async def _end_server(folder: Path, name: str) -> None:
     if not (folder / KNOWN_HOSTS).exists():
         return
     route = _known_route(folder, name)
-    forget_login(route)
+    await forget_login(route)
     server = f"'[-]m art_server --name {name} '"  # not the pattern itself
     stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
     with suppress(ProviderError, TimeoutError):

@@ -33,7 +33,7 @@ from ...install import extras, lock, source
 from ...registry import Registry, home, whoami
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
 from .hosts import Options, options_of, routes_of
-from .login import Login, login, require_ssh
+from .login import Login, login, require_login, require_ssh
 
 INSTALL_SECONDS = 1500.0
 STOP_SECONDS = 90.0
@@ -75,6 +75,7 @@ class SSHProvider:
             refusals = []
             for route in routes:
                 try:
+                    await require_login(route)
                     async with login(route) as there:
                         await _launch(there, spec, options, name, alone=len(routes) > 1)
                     return
@@ -335,6 +336,7 @@ async def _stop(route: SSHRoute, name: str, only: Which | None) -> None:
 async def _check_host(route: SSHRoute) -> Check:
     subject = f"host {route.host}"
     try:
+        await require_login(route)
         async with login(route) as there:
             before = time.time()
             has = await there.run("prepare.py", "check")
