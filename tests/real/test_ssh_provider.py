@@ -211,10 +211,14 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
     record, _ = Registry().claim("three", spec(pool))
     with pytest.raises(NoMachineError) as caught:
         await provider.launch(record.spec, "three")
-    for reason in ("off does not answer", "first has a server already: one", "second has a server"):
+    for reason in (
+        "off refuses ssh connections",
+        "first has a server already: one",
+        "second has a server",
+    ):
         assert reason in str(caught.value)
 
-    with pytest.raises(art.IncompleteListError, match=r"off does not answer") as incomplete:
+    with pytest.raises(art.IncompleteListError, match=r"off refuses ssh connections") as incomplete:
         await provider.list()
     places = {one.name: one.detail.split(",")[0] for one in incomplete.value.instances}
     assert places == {"one": "first", "two": "second"}
@@ -226,7 +230,7 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
     assert [line async for line in provider.logs("two", follow=False)] == []
     for name in ("one", "two"):
         await provider.terminate(name)
-    with pytest.raises(ProviderError, match=r"off does not answer.*three"):
+    with pytest.raises(ProviderError, match=r"off refuses ssh connections.*three"):
         await provider.terminate("three")
 
     refused = await asyncio.to_thread(CliRunner().invoke, app, ["down", "four", "--forget"])
@@ -275,7 +279,7 @@ async def test_a_box_that_does_not_fit_says_why(
 
 async def test_a_host_that_there_is_not_leaves_nothing_recorded(box: Box) -> None:
     asked = {**box.asked, "host": "no-such-host.invalid"}
-    with pytest.raises(NoMachineError, match=r"no-such-host\.invalid does not answer"):
+    with pytest.raises(NoMachineError, match=r"address of no-such-host\.invalid can.t be found"):
         await art.up("ssh", name="one", store="file:///of/the/box", **asked)
     assert Registry().list() == []
 

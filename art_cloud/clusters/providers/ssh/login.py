@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
+import socket
 import subprocess
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
@@ -175,6 +177,8 @@ def _connection(route: SSHRoute, settings: Settings) -> fabric.Connection:
             "auth_timeout": CONNECT_SECONDS,
         },
     )
+    if agent := settings.get("identityagent"):
+        connection.client._agent = _agent_at(agent[0])
     connection.client.set_missing_host_key_policy(paramiko.RejectPolicy())
     here = hostname if port == "22" else f"[{hostname}]:{port}"
     for kind, blob in _known_keys(settings, settings.get("hostkeyalias", [here])[0]):
@@ -182,6 +186,26 @@ def _connection(route: SSHRoute, settings: Settings) -> fabric.Connection:
             key = paramiko.PKey.from_type_string(kind, b64decode(blob))
             connection.client.get_host_keys().add(here, kind, key)
     return connection
+
+
+def _agent_at(address: str) -> paramiko.Agent:
+    """The agent that `IdentityAgent` names: one without keys, if it is "none" or away."""
+    import paramiko
+
+    class Agent(paramiko.Agent):
+        def __init__(self) -> None:  # paramiko's own looks at SSH_AUTH_SOCK only
+            paramiko.agent.AgentSSH.__init__(self)
+
+    if address == "SSH_AUTH_SOCK":
+        return paramiko.Agent()
+    agent, place = Agent(), socket.socket(socket.AF_UNIX)
+    try:
+        place.connect(os.path.expandvars(Path(address).expanduser()))
+    except OSError:
+        place.close()
+    else:
+        agent._connect(place)  # type: ignore[attr-defined]
+    return agent
 
 
 def _known_keys(settings: Settings, name: str) -> list[tuple[str, str]]:
@@ -245,10 +269,10 @@ async def _open(route: SSHRoute, connection: fabric.Connection) -> None:
         await require_login(route)
         raise ProviderError(
             f"`{_by_hand(route)}` gets in, and fabric, which sets the machine up, does not "
-            f"({error or type(error).__name__}). It takes keys in files and in the agent of "
-            "SSH_AUTH_SOCK (ssh-add; a security key, a smart card: ssh-add too), and host keys "
-            "that stand in known_hosts: no Kerberos, no certificates of hosts, no "
-            "KnownHostsCommand. See the table in docs/tunnel.md."
+            f"({error or type(error).__name__}). It takes keys in files and in an agent, "
+            "and host keys that stand in known_hosts: ssh-add what is on a security key or smart "
+            "card; in place of Kerberos have a key, of a certificate of the host or "
+            "KnownHostsCommand the host's own key. See the table in docs/tunnel.md."
         ) from None
 
 
