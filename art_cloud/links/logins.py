@@ -188,17 +188,16 @@ class Login:
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(LOGIN_SECONDS):
-                if not await self._process.stdout.readline():
-                    await self._why()
-                    raise refusal(self._route, self._settings, "\n".join(self._said))
+                await self._process.stdout.readline()
                 await self._call(self._control)
-                self._ending = asyncio.create_task(self._end())
         except TimeoutError:
             raise ServerUnavailableError(
                 f"{self._route.host} does not answer within {LOGIN_SECONDS:g} s."
             ) from None
         except OSError:
-            raise ServerUnavailableError(f"{self._route.host}: {await self._why()}.") from None
+            await self._why()
+            raise refusal(self._route, self._settings, "\n".join(self._said)) from None
+        self._ending = asyncio.create_task(self._end())
         self.address = await _own_address(self._settings)
 
     async def _listen(self) -> None:
@@ -288,8 +287,8 @@ class Login:
 
     async def _why(self) -> str:
         """The last thing that ssh said, once it has ended."""
-        # another program may hold its standard error
-        await asyncio.wait([self._listening], timeout=REASON_SECONDS)
+        ends = [self._listening, *([self._ending] if self._ending else [])]
+        await asyncio.wait(ends, timeout=REASON_SECONDS)  # another program may hold its stderr
         return self._said[-1] if self._said else "ssh ended"
 
     async def close(self) -> None:
@@ -298,11 +297,11 @@ class Login:
         self._process.stdin.close()
         self._folder.cleanup()
         await self._process.wait()
-        if self._ending is not None:
-            await self._ending
-        self._control.close()
         await self._why()
-        self._listening.cancel()
+        for task in (self._listening, self._ending):
+            if task is not None:
+                task.cancel()
+        self._control.close()
 
 
 async def _receive(control: socket.socket) -> bytes:

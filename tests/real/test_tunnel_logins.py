@@ -111,7 +111,7 @@ def have_no_configuration(sshd: Sshd) -> None:
         (have_no_such_host, ServerUnavailableError, "address of gpu-box can't be found"),
         (Sshd.stop, ServerUnavailableError, "gpu-box refuses ssh connections"),
         (have_no_configuration, ConfigError, "ssh_config: No such file or directory"),
-        (have_a_broken_configuration, ConfigError, "ssh_config line 3: Bad number"),
+        (have_a_broken_configuration, ConfigError, "ssh_config line 3: Bad"),
     ],
 )
 async def test_what_is_wrong_is_said(
