@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from art_cloud.clusters.providers.skypilot import provider as skypilot
 from art_cloud.clusters.providers.ssh.login import login
 from art_cloud.links.endpoint import SSHRoute
 from art_cloud.links.logins import check_login
@@ -292,3 +293,12 @@ async def test_what_only_a_tunnel_needs_is_looked_at(tmp_path: Path) -> None:
         await set_up(sshd.route)
         with pytest.raises(ProviderError, match="AllowTcpForwarding"):
             await check_login(sshd.route)
+
+
+async def test_the_hand_over_to_skypilot_s_machine_says_the_same(sshd: Sshd) -> None:
+    await skypilot._run(sshd.route, "true")
+    with pytest.raises(ProviderError, match="machine gpu-box failed: exit code 3"):
+        await skypilot._run(sshd.route, "exit 3")
+    sshd.known_hosts.write_text("")
+    with pytest.raises(ProviderError, match="The host key of gpu-box is not known"):
+        await skypilot._run(sshd.route, "true")
