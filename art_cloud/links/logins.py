@@ -36,9 +36,9 @@ ONLY_CONNECTIONS = (
     *("-o", "ClearAllForwardings=yes", "-o", "PermitLocalCommand=yes"),
     *("-o", "LocalCommand=echo in"),  # the word that the login is made
 )
-UNTIL_WE_END = '"$@" & exec >&- 2>&-; read _; kill -9 0'
-"""A shell script that ends a command with all of its children once nobody holds the standard input
-open any more: that is so when this process ends, however it ends."""
+UNTIL_WE_END = '"$@" & exec >&- 2>&-; read _; rm -rf "$0"; kill -9 0'
+"""A shell script that removes its folder ($0) and ends a command with all of its children once
+nobody holds the standard input open any more: so it is when this process ends, however it ends."""
 
 HELLO, VERSION = 1, 4
 CONNECT, CONNECTED = 0x10000008, 0x80000006
@@ -168,7 +168,7 @@ class Login:
         settings = await asyncio.to_thread(read_settings, route)
         folder = tempfile.TemporaryDirectory(prefix="art-ssh-")
         process = await asyncio.create_subprocess_exec(
-            *("sh", "-c", UNTIL_WE_END, "sh", "ssh", *route.options),
+            *("sh", "-c", UNTIL_WE_END, folder.name, "ssh", *route.options),
             *(*NEVER_ASK, *NEVER_ACCEPT, *ONLY_CONNECTIONS, *_preferences(settings)),
             *("-S", f"{folder.name}/master", "--", route.host),
             stdin=asyncio.subprocess.PIPE,

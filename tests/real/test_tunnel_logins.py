@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,10 +200,11 @@ asyncio.run(main())
 """
 
 
-async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd) -> None:
+async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd, tmp_path: Path) -> None:
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", LOGS_IN, sshd.host, str(sshd.config)),
         stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert client.stdout is not None
     assert await client.stdout.readline() == b"in\n"
@@ -211,4 +213,5 @@ async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd) -> None:
     client.kill()
     await client.wait()
     await until(lambda: not any(process.is_running() for process in family))
+    await until(lambda: not list(tmp_path.glob("art-ssh-*")))
     await until(lambda: not sshd.sessions)
