@@ -9,21 +9,22 @@ what runs is shown, and ended, also when the end can't be noted.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import os
 import re
 import secrets
 import socket
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
+from uuid import uuid4
 
 import platformdirs
+from filelock import AsyncFileLock, FileLock
 from pydantic import SecretStr
 
 from ..shared.errors import NotFoundError, RegistryError
@@ -97,40 +98,59 @@ def whoami() -> str:
 class Use:
     """This process's mark on a cluster: as long as it stands, others see that it is in use.
 
-    It is a shared lock on a file, so it goes with the process, however that ends.
+    It is a locked file of its own, and the lock goes with the process, however that ends.
     """
 
     def __init__(self, name: str) -> None:
-        self._file = _open_uses(name)
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._path = _uses(name) / uuid4().hex
+        self._lock = FileLock(self._path, thread_local=False)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.acquire()
+        except OSError as error:
+            raise _unwritable(error) from error
 
     def end(self) -> None:
-        self._file.close()
+        self._lock.release()
+        _stands(self._path)
 
 
 def in_use(name: str) -> bool:
-    """Whether somebody else on this machine has a `Use` of the cluster."""
+    """Whether a program on this machine has a `Use` of the cluster."""
     try:
-        with _uses(name).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return any(_stands(mark) for mark in _uses(name).iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    return False
+        return False
 
 
-def _open_uses(name: str) -> TextIO:
-    path = _uses(name)
+def _stands(mark: Path) -> bool:
+    """Whether a program holds it; else it is removed. One that can't be opened counts as held."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return path.open("a")
-    except OSError as error:
-        raise _unwritable(error) from error
+        with FileLock(mark, blocking=False):
+            with suppress(OSError):  # on Windows it goes as the lock does
+                mark.unlink()
+            return False
+    except OSError:  # a lock's timeout is one
+        return True
 
 
 def _uses(name: str) -> Path:
-    return home() / "clusters" / check_name(name, "cluster") / "uses"
+    return folder_of(name) / "in-use"
+
+
+def folder_of(name: str) -> Path:
+    """Where what is known here of a cluster lies, beside the registry."""
+    return home() / "clusters" / check_name(name, "cluster")
+
+
+@asynccontextmanager
+async def one_launch_at_a_time(name: str) -> AsyncIterator[Path]:
+    """The folder of a cluster. Launches of one name by this user wait for each other here: the
+    first decides."""
+    folder = folder_of(name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    async with AsyncFileLock(folder / "launch"):
+        yield folder
 
 
 def _unwritable(error: OSError) -> RegistryError:

@@ -11,7 +11,6 @@ which, so that those of a server that is long gone make no other process ours.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 from uuid import uuid4
 
+from filelock import lock_descriptor
 from pydantic import BaseModel, ValidationError
 
 from ...links.endpoint import Endpoint
@@ -383,11 +383,7 @@ def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return lock_descriptor(file.fileno(), blocking=False)
 
 
 def _is_locked(name: str) -> bool:

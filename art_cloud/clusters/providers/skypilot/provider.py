@@ -9,7 +9,6 @@ Source of what SkyPilot does: https://docs.skypilot.co/en/latest/reference/api.h
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
 import shlex
 from asyncio.subprocess import Process
@@ -28,7 +27,7 @@ from ....shared.errors import ConfigError, LaunchError, NotFoundError, ProviderE
 from ....shared.progress import enabled, say
 from ....shared.validation import complaint
 from ...install import LAUNCH, extras, lock, source
-from ...registry import home
+from ...registry import home, one_launch_at_a_time
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
 from .bridge import Answers, answers, call, lines
 
@@ -42,7 +41,6 @@ KNOWN_HOSTS = "known_hosts"
 """Of the same: the key of its machine."""
 SECONDS_TO_TAKE = 60
 """How long a server may take to read its secrets. One that runs reads them at once."""
-LOCK_POLL_SECONDS = 0.1
 SECONDS_TO_END = 40
 """What the login and the server's own end may take; after that its machine just goes."""
 
@@ -110,7 +108,7 @@ class SkyPilotProvider:
         """
         options = _options(spec)
         task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
-        async with _one_at_a_time(name) as folder:
+        async with one_launch_at_a_time(name) as folder:
             _forget(folder, ENDPOINT)
             on_log, fresh = (say if enabled() else None), True
             try:
@@ -358,17 +356,3 @@ def _forget(folder: Path, *names: str) -> None:
     """What was known of the machine before."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
-
-
-@asynccontextmanager
-async def _one_at_a_time(name: str) -> AsyncIterator[Path]:
-    """Launches of one name by this user wait for each other: the first decides."""
-    folder = _folder(name)
-    with (folder / "launch").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-        yield folder

@@ -8,11 +8,9 @@ the file `<home>/ssh-hosts`.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -30,7 +28,7 @@ from ....shared.errors import (
 from ....shared.progress import say
 from ....shared.version import __version__
 from ...install import extras, lock, source
-from ...registry import Registry, home, whoami
+from ...registry import Registry, one_launch_at_a_time, whoami
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
 from .hosts import Options, options_of, routes_of
 from .login import Login, login, require_ssh
@@ -40,7 +38,6 @@ STOP_SECONDS = 90.0
 """Above what servers.py gives a server to end."""
 INSTALLED_BYTES = 10e9
 """What an environment takes, with torch for a GPU."""
-LOCK_POLL_SECONDS = 0.1
 POWEROFF_SECONDS = 60.0
 """After the last server has ended: a server that takes its place is not switched off."""
 SKEW_SECONDS = 60.0
@@ -68,7 +65,7 @@ class SSHProvider:
         """
         options = options_of(spec)
         routes = routes_of(options)
-        async with _one_at_a_time(name):
+        async with one_launch_at_a_time(name):
             if len(routes) > 1:
                 found, _ = await _ask_all(routes)
                 routes = [one.route for one in found if one.has(name)] or routes
@@ -352,18 +349,3 @@ async def _check_host(route: SSHRoute) -> Check:
         cure = "Have NTP set both: signed requests to a store fail on a wrong clock."
         return Check(subject=subject, state="warning", message=message, cure=cure)
     return Check(subject=subject, state="ok", message=f"{describe(has)}; Python {has['python']}")
-
-
-@asynccontextmanager
-async def _one_at_a_time(name: str) -> AsyncIterator[None]:
-    """Launches of one name by this user wait for each other: the first decides on the host."""
-    folder = home() / "clusters" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / "launch").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-        yield
