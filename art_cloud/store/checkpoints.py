@@ -9,8 +9,9 @@ already) or a rival. What makes that hold, however long one of them was stopped 
   whole first manifest. Who finds it without its step finishes it; who comes second goes on from it.
 - The newest step is never removed. So `removed/` is listed before `steps/`: then the newest of what
   is listed is there, whatever is made and removed between the two listings.
-- A manifest's blobs are made young before it is there, and looked at again afterwards. What garbage
-  collection took away meanwhile is put there again by whoever has the files.
+- A manifest's blobs are young when it is created: they were just uploaded, or are touched first.
+  Afterwards they are looked at again. What garbage collection took away meanwhile is put there
+  again by whoever has the files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -44,6 +45,10 @@ BEGINS = ("init", "fork", "push")
 STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
 AT_ONCE = 8
 """Files that are read or written at once: in S3 each takes a round trip."""
+
+FRESH = timedelta(hours=1)
+"""Blobs that were uploaded since are young, and are not touched before their manifest is created.
+Far below the grace of garbage collection."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -399,14 +404,17 @@ class Checkpoints:
     def create(self, manifest: Manifest, folder: Path | None = None) -> Manifest:
         """The second half of `commit`: the manifest, whose files are in the store.
 
-        What is no longer there is put there again from `folder`.
+        Args:
+            folder: what was uploaded after the manifest was drafted (`created_at`). What of it is
+                no longer in the store is put there again.
 
         Raises:
             RivalError: another call took the step's number.
             ConflictError: it would be a model's first step, and another call has begun the model.
             NotFoundError: a file is in the store no more, and there is no `folder`.
         """
-        self._secure(manifest, folder)
+        if folder is None or datetime.now(UTC) - manifest.created_at > FRESH:
+            self._secure(manifest, folder)
         if manifest.kind in BEGINS:
             return self._begin(manifest, folder)
         there = manifest

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,6 +99,31 @@ def test_a_step_comes_back_as_it_was(steps: Checkpoints, tmp_path: Path) -> None
         "adapter/adapter_config.json",
     }
     assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+@pytest.mark.parametrize("age", [timedelta(), timedelta(hours=2)])
+def test_blobs_are_touched_before_the_manifest_only_if_their_upload_is_long_ago(
+    steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: timedelta
+) -> None:
+    commit(steps, tmp_path, 0)
+    folder, asked = folder_of(tmp_path, 1), list[str]()
+
+    def noted(what: str) -> None:
+        ask = getattr(FileStore, what)
+
+        def note(self: FileStore, *arguments: Any) -> Any:
+            asked.append(what)
+            return ask(self, *arguments)
+
+        monkeypatch.setattr(FileStore, what, note)
+
+    files = steps.upload(folder)
+    manifest = draft(1, files=files, created_at=datetime.now(UTC) - age)
+    noted("touch_blob")
+    noted("create")
+    steps.create(manifest, folder)
+    touches = ["touch_blob"] * len(files)
+    assert asked == [*(touches if age else []), "create", *touches]
 
 
 def test_the_newest_is_the_highest_number(steps: Checkpoints, tmp_path: Path) -> None:
