@@ -33,7 +33,7 @@ from ..shared.limits import parse_deadline, parse_duration, words
 from ..shared.names import whole_path
 from ..shared.progress import console, enabled, say
 from ..shared.protocol import Durability, EngineName
-from ..shared.validation import check_url
+from ..shared.validation import check_url, complaint
 from . import fleet
 from .attached import AttachedBackend, Replace
 from .costs import choose
@@ -127,8 +127,8 @@ def up(
             **{field: value for field, value in limits.items() if value is not None},
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"up({'.'.join(map(str, first['loc']))}): {first['msg']}.") from error
+        what, _, why = complaint(error).partition(": ")
+        raise ConfigError(f"up({what}): {why}.") from error
     return Up(name or default_name(provider), spec, on_loss=on_loss, keep=keep)
 
 

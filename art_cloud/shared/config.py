@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from .validation import refused
 
 RewardScale = Literal["group", "batch", "none"]
 Normalization = Literal["token", "sequence", "fixed"]
@@ -24,7 +34,22 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LoRAConfig(Frozen):
+class Config(Frozen):
+    """What a script sets by name. What can't be meant is a `ConfigError` where it is set, and
+    pydantic's own error where data are read."""
+
+    if not TYPE_CHECKING:  # type checkers know the names from the fields
+
+        def __init__(self, **chosen: Any) -> None:
+            try:
+                super().__init__(**chosen)
+            except ValidationError as error:
+                raise refused(type(self).__name__, error, type(self)) from None
+
+        __init__.__pydantic_base_init__ = True  # what reads data does not come here
+
+
+class LoRAConfig(Config):
     """The adapter (Hu et al. 2021, arXiv:2106.09685). `seed` makes its first weights repeatable."""
 
     rank: int = Field(16, ge=1, le=1024)
@@ -70,7 +95,7 @@ PRESETS: dict[PolicyLoss, LossOptions] = {
 }
 
 
-class TrainConfig(Frozen):
+class TrainConfig(Config):
     """One GRPO step. An option left at None takes the value that the paper of `loss` gives."""
 
     learning_rate: Moderate = 5e-6
@@ -110,7 +135,7 @@ class TrainConfig(Frozen):
         return preset._replace(**{k: v for k, v in chosen.items() if v is not None})
 
 
-class SFTConfig(Frozen):
+class SFTConfig(Config):
     """Supervised fine-tuning on the assistant's messages. One call is one step of the model."""
 
     learning_rate: Moderate = 1e-4
@@ -125,7 +150,7 @@ class SFTConfig(Frozen):
     """Of the order in which the examples are seen."""
 
 
-class Retention(Frozen):
+class Retention(Config):
     """Which steps of a model stay; those that no rule names are removed.
 
     What always stays: the newest step, and the one that the model began with.

@@ -14,10 +14,9 @@ import pytest
 from art_server.steps.programs import Programs
 from art_server.steps.pruning import Pruner
 from art_server.steps.runtime import Runtime, Settings
-from pydantic import ValidationError
 
 from art_cloud.shared.config import LoRAConfig, Retention
-from art_cloud.shared.errors import NotFoundError
+from art_cloud.shared.errors import ConfigError, NotFoundError
 from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import CheckpointInfo, JobInfo, JobKind, RegisterRequest, StepResult
 from art_cloud.shared.wire import encode_batch
@@ -83,9 +82,9 @@ def test_without_the_metric_nothing_is_removed() -> None:
 
 
 def test_a_retention_keeps_something() -> None:
-    with pytest.raises(ValidationError, match="keep_last, keep_best or keep_every"):
+    with pytest.raises(ConfigError, match="keep_last, keep_best or keep_every"):
         Retention()
-    with pytest.raises(ValidationError, match="greater than 0"):
+    with pytest.raises(ConfigError, match="greater than 0"):
         Retention(keep_last=0)
 
 

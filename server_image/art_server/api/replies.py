@@ -21,6 +21,7 @@ from art_cloud.shared.errors import (
     RequestTooLargeError,
 )
 from art_cloud.shared.protocol import ErrorBody
+from art_cloud.shared.validation import complaint
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +76,7 @@ def parse(schema: type[M], body: Body) -> M:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise InvalidRequestError(f"{where}: {first['msg']}.") from None
+        raise InvalidRequestError(f"{complaint(error)}.") from None
 
 
 def answer(content: BaseModel, status: int = HTTPStatus.OK) -> Response:

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError, ConflictError, LaunchError, ProviderError
-from ....shared.validation import complaint
+from ....shared.validation import refused
 from ...registry import whoami
 from ...spec import ClusterSpec
 
@@ -84,10 +84,7 @@ def options_of(spec: ClusterSpec) -> Options:
     try:
         options = Options.model_validate(spec.options)
     except ValidationError as error:
-        known = ", ".join(Options.model_fields)
-        raise ConfigError(
-            f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
-        ) from error
+        raise refused('up("modal", ...)', error, Options) from error
     if (options.replicas or options.snapshot) and not options.serverless:
         raise ConfigError('up("modal", ...): replicas= and snapshot= are for serverless=True.')
     return options

@@ -25,7 +25,7 @@ from ....links.logins import forget_login, log_in_early
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ....shared.progress import enabled, say
-from ....shared.validation import complaint
+from ....shared.validation import refused
 from ...install import LAUNCH, extras, lock, source
 from ...registry import home, one_launch_at_a_time
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
@@ -197,10 +197,7 @@ def _options(spec: ClusterSpec) -> Options:
     try:
         options = Options.model_validate(spec.options)
     except ValidationError as error:
-        known = ", ".join(Options.model_fields)
-        raise ConfigError(
-            f'up("skypilot", ...): {complaint(error)}. Its options are: {known}.'
-        ) from error
+        raise refused('up("skypilot", ...)', error, Options) from error
     in_all = options.any_of and all("accelerators" in choice for choice in options.any_of)
     if not (options.gpu or options.yaml or in_all):
         raise ConfigError('up("skypilot", ...) needs a gpu="H100", accelerators or a yaml=.')

@@ -11,6 +11,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
 from ....links.endpoint import SSHRoute
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError
+from ....shared.validation import refused
 from ...registry import home
 from ...spec import ClusterSpec
 
@@ -65,12 +66,7 @@ def options_of(spec: ClusterSpec) -> Options:
     try:
         return Options.model_validate(spec.options)
     except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"Option {option} of a cluster on ssh: {first['msg']}. There are: "
-            f"{', '.join(Options.model_fields)}."
-        ) from error
+        raise refused('up("ssh", ...)', error, Options) from error
 
 
 def routes_of(options: Options) -> list[SSHRoute]:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from art_cloud.shared.errors import InvalidRequestError
+from art_cloud.shared.validation import complaint
 
 from ..engine import Route
 
@@ -183,4 +184,4 @@ def _explain(error: ValidationError, route: Route) -> str:
     name = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a parameter of {route} that this engine knows. Leave it out."
-    return f"{name}: {first['msg']}. Got {first['input']!r:.100}."
+    return f"{complaint(error)}. Got {first['input']!r:.100}."
