@@ -57,6 +57,8 @@ JOURNAL_MIB = 900
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What `art-server` was told. By argparse: pydantic-settings answers a wrong value with a
+    traceback, shows `float` where `--help` has SECONDS or USD, and reads the environment too."""
     parser = argparse.ArgumentParser("art-server", description=__doc__)
     parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
                         "the first model that is registered decides")  # fmt: skip
