@@ -51,7 +51,7 @@ class Nowhere(Checkpoints):
     def upload(self, folder: Path, watch: Any = None) -> dict[str, Blob]:
         return {}
 
-    def create(self, manifest: Manifest) -> Manifest:
+    def create(self, manifest: Manifest, folder: Path | None = None) -> Manifest:
         return manifest
 
     def newest(self) -> Manifest | None:

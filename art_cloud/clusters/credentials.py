@@ -75,7 +75,6 @@ def policy(store_url: str, partition: str = "aws") -> dict[str, Any]:
                     "s3:PutObject",
                     "s3:DeleteObject",
                     "s3:AbortMultipartUpload",
-                    "s3:ListMultipartUploadParts",
                 ],
                 "Resource": f"{arn}/{below}",
             },
