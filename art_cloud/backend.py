@@ -47,7 +47,7 @@ TrainResult: TypeAlias = StepResult
 """What a training call returns: the new `step`, its `policy` name and its `metrics`."""
 
 REPEATED = 10
-"""A warning that goes on is said again after so many steps."""
+"""A warning that still holds is printed again after so many steps."""
 
 
 class Logged(Protocol):
@@ -129,7 +129,8 @@ class Backend:
 
     @property
     def inference_url(self) -> str:
-        """Where completions are answered: at `url`, unless others do it for this server."""
+        """The URL where completions are answered: `url`, unless another server does that for this
+        one."""
         return self.url
 
     def __repr__(self) -> str:
@@ -182,7 +183,7 @@ class Backend:
         return parse(ServerInfo, content)
 
     async def register(self, model: Logged) -> None:
-        """What `model.register(backend)` does."""
+        """Load or begin the model on the server: what `model.register(backend)` does."""
         trackers, server = wanted(model.name, model.report_metrics), await self.info()
         if not isinstance(model, Trainable):
             model.attach(self)
@@ -196,7 +197,7 @@ class Backend:
     async def _track(
         self, model: Logged, trackers: Sequence[TrackerName], server: ServerInfo
     ) -> None:
-        """Show in `trackers` what was made of `model`, and what will be."""
+        """Show the history of `model` in `trackers`, and its steps from now on."""
         name = model.full_name
         if trackers and not self._trackers.has(name):
             history = await ModelCheckpoints(self._server, name).history()
@@ -252,7 +253,8 @@ class Backend:
         return result
 
     def _say_nothing_learned(self, result: TrainResult) -> None:
-        """Said of the first such step of this backend, and of every tenth."""
+        """Say that a step had nothing to learn from: of the first such step of this backend, and of
+        every tenth."""
         self._steps_without_signal += 1
         if self._steps_without_signal == 1:
             say(
@@ -299,7 +301,7 @@ class Backend:
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """What `model.log` does."""
+        """Keep trajectories and metrics beside a step: what `model.log` does."""
         groups = as_groups(trajectories or [])
         try:
             rows, samples = logged_trajectories(groups)
@@ -321,7 +323,7 @@ class Backend:
     def record(
         self, model: Trainable, step: int | None = None
     ) -> AbstractAsyncContextManager[RecordedTrajectory]:
-        """What `model.record()` does."""
+        """Record an agent for the length of a block: what `model.record()` does."""
         return record(self._server, model.get_inference_name(step))
 
     def checkpoints(self, model: Trainable) -> ModelCheckpoints:

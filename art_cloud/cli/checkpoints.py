@@ -368,7 +368,7 @@ def _retention(
 
 @contextmanager
 def _moving(description: str) -> Iterator[Watch]:
-    """A bar of bytes for what is transferred in the block."""
+    """Show a progress bar of the bytes that are transferred in the block."""
     from ..shared.progress import progress
 
     with progress(description, in_bytes=True) as bar:
@@ -376,7 +376,8 @@ def _moving(description: str) -> Iterator[Watch]:
 
 
 def _vllm_command(manifest: Manifest, folder: Path) -> str:
-    """vLLM takes certain ranks only, and 16 unless it is told."""
+    """The command that serves the adapter by vLLM, which takes certain ranks only, and 16 unless
+    told."""
     rank = next((r for r in (16, 32, 64, 128, 256, 320, 512) if r >= manifest.lora.rank), 512)
     more = f" --max-lora-rank {rank}" if rank > 16 else ""
     return (

@@ -232,7 +232,8 @@ def down(
 
 
 def _recorded(*, ask: bool) -> dict[str, Seen]:
-    """The clusters that were started from here; others are named, and stay."""
+    """The clusters that were started from here, once the user agrees. Others are named, and
+    stay."""
     from ..clusters import fleet
     from ..clusters.registry import Registry
 
@@ -253,7 +254,8 @@ def _recorded(*, ask: bool) -> dict[str, Seen]:
 
 
 def _strangers(name: str, forget: bool, yes: bool) -> Seen:
-    """What others started under the name, once a person has seen it; none if it is recorded."""
+    """What others started under the name, once the user agrees to end it; nothing if the name is
+    recorded here."""
     from ..clusters import fleet
 
     found = [] if forget else run(fleet.not_recorded(name))
@@ -359,7 +361,8 @@ def receipts(as_json: AsJson = False) -> None:
 
 
 def _expected(ended: object) -> ArtCloudError | None:
-    """The failures that a user can do something about; any other is a bug, and raised."""
+    """The result if it is an ArtCloudError, which a user can do something about. Any other
+    exception is a bug, and raised."""
     if isinstance(ended, BaseException) and not isinstance(ended, ArtCloudError):
         raise ended
     return ended if isinstance(ended, ArtCloudError) else None

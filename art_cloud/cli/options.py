@@ -63,7 +63,7 @@ def steps_of(
 
 
 def chosen(steps: Checkpoints, step: int | None, metric: str | None) -> Manifest:
-    """The step that was asked for; the newest by default."""
+    """The step that `--step` or `--best` names; the newest by default."""
     from ..store.checkpoints import best
 
     if step is not None and metric is not None:

@@ -145,7 +145,7 @@ class Calls:
     async def _replay(
         self, server: ServerClient, name: ModelName, found: StepResult, bar: Bar
     ) -> StepResult:
-        """Send again the kept calls that the server, whose newest step is `found`, has not counted."""
+        """Send again the kept calls that the server, whose newest step is `found`, lacks."""
         listed = await server.call("GET", f"{path_of(name)}/checkpoints")
         there = {info.call_id for info in parse(CheckpointList, listed).root}
         lacking = [call for call in self._kept[name] if call.id not in there]

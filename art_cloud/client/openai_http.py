@@ -74,7 +74,7 @@ class Patient(openai.DefaultAsyncHttpxClient):
 
 
 def _undelivered(response: Any) -> bool:
-    """Whether the answer came from a tunnel or a proxy, so that the server never got the request."""
+    """Whether a tunnel or a proxy answered, so that the server never got the request."""
     proxied = response.status_code in GATEWAY_STATUSES and VERSION not in response.headers
     return REFUSED in response.headers or proxied
 

@@ -77,7 +77,7 @@ CREATE TABLE IF NOT EXISTS receipts (
 
 
 def home() -> Path:
-    """Where art-cloud keeps this user's things: `ART_CLOUD_HOME`, or the platform's data folder."""
+    """The folder for this user's data: `ART_CLOUD_HOME`, or the platform's data folder."""
     chosen = os.environ.get("ART_CLOUD_HOME")
     folder = Path(chosen) if chosen else platformdirs.user_data_path("art-cloud")
     return folder.expanduser().resolve()
@@ -90,7 +90,7 @@ def default_name(provider: str) -> str:
 
 
 def whoami() -> str:
-    """Who starts things here, for others who find them to read."""
+    """`user@host` of this process: it tells other people who started something."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
@@ -109,7 +109,7 @@ class Use:
 
 
 def in_use(name: str) -> bool:
-    """Whether somebody else on this machine has a `Use` of the cluster."""
+    """Whether another process on this machine holds a `Use` of the cluster."""
     try:
         with _uses(name).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,11 +149,11 @@ class ClusterRecord:
 
     @property
     def key(self) -> tuple[str, str]:
-        """A name is given to one cluster after another."""
+        """An id of this cluster alone: a name is given to one cluster after another."""
         return self.name, self.created_at.isoformat()
 
     def has(self, instance: Instance) -> bool:
-        """Whether it was started for this cluster; not what others started under its name."""
+        """Whether the instance was started for this cluster, and not by others under its name."""
         named = (instance.provider, instance.name) == (self.spec.provider, self.name)
         return named and instance.owner in (None, self.spec.owner)
 
@@ -200,13 +200,13 @@ class Registry:
         return [_record(row) for row in self._read("SELECT * FROM clusters ORDER BY name")]
 
     def current(self, record: ClusterRecord) -> ClusterRecord | None:
-        """What is known of the same cluster now; None if it was ended."""
+        """The record of the same cluster as it is now; None if it was ended."""
         now = self.get(record.name)
         return now if now is not None and now.key == record.key else None
 
     def renew_token(self, record: ClusterRecord) -> ClusterRecord:
-        """The record with a fresh token, for a server that replaces a lost one; or with that which
-        another program gave it since `record` was read.
+        """Give a server that replaces a lost one a fresh token; return the record with it, or with
+        the token that another program gave it since `record` was read.
 
         Raises:
             NotFoundError: the cluster was ended.
@@ -236,12 +236,13 @@ class Registry:
             )
 
     def remove(self, record: ClusterRecord) -> None:
-        """Forget `record`, of which nothing was started; a later one of the same name stays."""
+        """Forget a record for which nothing was started; a later cluster of the same name stays."""
         with self._transaction() as database:
             database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
 
     def end(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
-        """Forget `record` but for its receipt.
+        """Forget `record` but for its receipt. Its end is now if it was `seen_to_end`; else the
+        receipt says that it ended at some time since its server was last asked.
 
         Its end is now if it was `seen_to_end`, else it has come unseen since it was last asked.
         """
@@ -261,7 +262,7 @@ class Registry:
             )
 
     def phases(self, record: ClusterRecord) -> Sequence[tuple[str, float]]:
-        """What the launch of `record` went through, with the seconds that each took."""
+        """The phases of the launch of `record`, with the seconds that each took."""
         found = self._read(
             "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ? ORDER BY rowid",
             record.key,
@@ -269,7 +270,7 @@ class Registry:
         return [(row["label"], row["seconds"]) for row in found]
 
     def note(self, record: ClusterRecord, server: ServerInfo) -> None:
-        """Keep what the server of `record` says it has done until now."""
+        """Record what the server of `record` says it has done so far."""
         with self._transaction() as database:
             database.execute(
                 "INSERT OR REPLACE INTO servers VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -284,7 +285,7 @@ class Registry:
             )
 
     def usage(self, record: ClusterRecord) -> Usage | None:
-        """What all servers of `record` said; None if none was ever asked."""
+        """The sum of what all servers of `record` have done; None if none was ever asked."""
         found = self._read(
             "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
             " FROM servers WHERE name = ? AND created_at = ?",
@@ -295,12 +296,12 @@ class Registry:
         return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
 
     def receipts(self) -> Sequence[Receipt]:
-        """Of the clusters that have ended, the oldest first."""
+        """The receipts of all clusters that have ended, the oldest first."""
         rows = self._read("SELECT receipt FROM receipts ORDER BY created_at")
         return [Receipt.model_validate_json(row["receipt"]) for row in rows]
 
     def receipt(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
-        """What `end` keeps of `record`."""
+        """The receipt that `end` keeps of `record`."""
         return make_receipt(
             record.name,
             record.spec,
@@ -310,7 +311,7 @@ class Registry:
         )
 
     def _read(self, query: str, values: Sequence[str] = ()) -> Sequence[sqlite3.Row]:
-        """The rows; none if nothing was ever written."""
+        """The rows of a query; none if nothing was ever written."""
         try:
             if not self.path.exists():
                 return []

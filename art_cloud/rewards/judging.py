@@ -76,7 +76,7 @@ class JudgeCall(NamedTuple):
     ids: list[str]
 
     def check(self, answer: Judgement) -> list[str]:
-        """What is wrong with an answer, in words by which the judge can correct it; None: nothing."""
+        """What is wrong with an answer, in words by which the judge can correct it."""
         given = Counter(score.trajectory_id for score in answer.scores)
         missing = [id for id in self.ids if id not in given]
         unknown = [id[:40] for id in given if id not in self.ids]

@@ -112,7 +112,7 @@ async def gather_trajectories(
 async def gather_one(
     group: Awaitable[TrajectoryGroup], gathering: Gathering
 ) -> TrajectoryGroup | None:
-    """Run one group under the limits of `gathering`; None if all of it failed and that is allowed."""
+    """Run one group under the limits of `gathering`; None if all of it failed and may."""
     watch = Watch(gathering, not isinstance(group, TrajectoryGroup))
     gathering.expect(int(watch.opaque))
     task = _start(group, watch)

@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Moderate = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
-"""Beyond, float32 overflows in what it is multiplied with."""
+"""A number up to 1e6: with larger ones the products that it is part of overflow in float32."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -78,7 +78,7 @@ class TrainConfig(Frozen):
     scale_rewards: RewardScale | None = None
     normalization: Normalization | None = None
     fixed_length: PositiveInt | None = None
-    """Tokens that "fixed" normalization divides by, for each trajectory."""
+    """The number of tokens that "fixed" normalization divides by, for each trajectory."""
     ratio_level: RatioLevel | None = None
     epsilon_low: Moderate | None = None
     epsilon_high: Moderate | None = None
@@ -122,7 +122,7 @@ class SFTConfig(Frozen):
     weight_decay: Moderate = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     seed: Seed = 0
-    """Of the order in which the examples are seen."""
+    """The seed of the order in which examples are seen."""
 
 
 class Retention(Frozen):
@@ -132,7 +132,7 @@ class Retention(Frozen):
     """
 
     keep_last: PositiveInt | None = None
-    """So many of the newest steps."""
+    """The number of newest steps that stay."""
     keep_best: str | None = None
     """The step where this metric is highest, say "val/reward". Steps that are newer than the last
     one that has the metric stay until they have it: their evaluation may be under way."""

@@ -52,7 +52,8 @@ def reserve(allowed: float) -> float:
 
 
 def words(seconds: float) -> str:
-    """The two largest units: "2 d 3 h", "14 m 5 s", "0.5 s"; "ever" if there is no end to it."""
+    """Seconds in words, by the two largest units: "2 d 3 h", "14 m 5 s", "0.5 s"; "ever" for
+    infinity."""
     if not math.isfinite(seconds):
         return "ever"
     if seconds < 10:

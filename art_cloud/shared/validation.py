@@ -1,4 +1,4 @@
-"""What is wrong with a value that somebody gave, in words; and whether a URL is of this machine."""
+"""Checks of values that a user gave, and of addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_loopback(url: str) -> bool:
 
 
 def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first thing that a pydantic error says is wrong, and where."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else first["msg"]
