@@ -74,14 +74,14 @@ from .sessions import PATH as SESSIONS
 from .sessions import Sessions
 
 LOOKING = "/art/v1/server"
-"""Whoever watches a server does not use it."""
+"""The route of `status`. A request to it is no use of the server: it renews no limit."""
 ART = "/art/v1/"
 HARMLESS = ("/art/v1/lease", "/art/v1/credentials")
-"""What is sent to a server that only reads, too."""
+"""Routes that a read-only server answers too, though they are no GET."""
 
 
 class Routes:
-    """Those under `/art/v1`."""
+    """The routes under `/art/v1`."""
 
     def __init__(
         self,

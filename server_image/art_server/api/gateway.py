@@ -29,9 +29,10 @@ from .sessions import Session, Sessions
 log = logging.getLogger(__name__)
 
 OPENAI_BYTES = 16 << 20
-"""The largest request of these routes: some millions of tokens."""
+"""The largest body of a request to the OpenAI routes in bytes: some millions of tokens."""
 SMALL_ANSWER = 4096
-"""Tokens of an answer that is written on the spot."""
+"""An answer of up to so many tokens, those of its prompt included, is turned into JSON on the event
+loop; a longer one in a thread."""
 
 
 class Gateway:
@@ -48,7 +49,8 @@ class Gateway:
         self.started_at = datetime.now(UTC)
 
     def routes(self) -> list[Route]:
-        """They belong to a session where the path in front of them has a `session`."""
+        """The OpenAI routes. They belong to a session where the path in front of them has a
+        `session`."""
         return [
             Route("/models", self.list_models),
             Route("/chat/completions", self.chat_completions, methods=["POST"]),
@@ -134,7 +136,8 @@ class Gateway:
 async def _stream(
     request: Request, chunks: AsyncGenerator[dict[str, Any], None]
 ) -> StreamingResponse:
-    """Errors before the first chunk are answered with their status, later ones as an event."""
+    """Stream the chunks. Errors before the first chunk are answered with their status, later ones
+    as an event."""
     first = await _unless_disconnected(request, anext(chunks))
 
     async def lines() -> AsyncIterator[bytes]:

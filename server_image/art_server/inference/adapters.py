@@ -83,7 +83,7 @@ class AdapterModel:
     def forward(
         self, policies_B: Sequence[str | None], input_ids_BT: Tensor, **inputs: Any
     ) -> Tensor:
-        """Logits of the last column (B x V), each row under its own policy."""
+        """The logits of the last column (B x V), each row under its own policy."""
         self._route(policies_B)
         logits_B1V = self._model(
             input_ids=input_ids_BT, use_cache=True, logits_to_keep=1, **inputs
@@ -91,9 +91,9 @@ class AdapterModel:
         return logits_B1V[:, -1]
 
     def _route(self, policies_B: Sequence[str | None]) -> None:
-        """One policy for the whole batch is PEFT's active adapter; a mix goes row by row, as in
-        PEFT's `adapter_names`, but its hooks stay on from step to step.
-        """
+        """Choose the adapters of the rows. One policy for the whole batch is PEFT's active adapter;
+        a mix goes row by row, as in PEFT's `adapter_names`, but its hooks stay on from step to
+        step."""
         if self._peft is None:
             return
         names = [BASE if policy is None else self._adapters[policy][0] for policy in policies_B]

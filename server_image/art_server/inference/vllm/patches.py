@@ -1,4 +1,5 @@
-"""Stock vLLM, with what it lacks for us. Run by vLLM's own Python: it imports nothing of ours.
+"""Changes to stock vLLM, made when it starts. vLLM's own Python runs this file, so it imports
+nothing of art-cloud.
 
 Each of its processes ends when its parent does, or its standard input, of which the one who started
 vLLM holds the other end: nothing is left whatever kills that process, or one of these, or both.
@@ -66,9 +67,9 @@ def temper_logprobs() -> None:
 
 
 def group_rows() -> None:
-    """On a CPU, vLLM copies an adapter's matrices for each row of a batch, and takes rows without
-    an adapter (index -1) for rows of the last slot's: multiply once for each adapter, and leave
-    other rows alone (vllm/lora/punica_wrapper/punica_cpu.py)."""
+    """Make vLLM on a CPU multiply once for each adapter, and leave rows without an adapter alone.
+    Without this, it copies an adapter's matrices for each row of a batch, and takes rows without an
+    adapter (index -1) for rows of the last slot's (vllm/lora/punica_wrapper/punica_cpu.py)."""
     import torch
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -111,8 +112,8 @@ def group_rows() -> None:
 
 
 def refuse_too_long() -> None:
-    """Refuse a prompt that leaves less room than max_tokens asks for, as OpenAI does: vLLM would
-    answer with fewer tokens (vllm/entrypoints/serve/utils/api_utils.py)."""
+    """Have vLLM refuse a prompt that leaves less room than max_tokens asks for, as OpenAI does: it
+    would answer with fewer tokens (vllm/entrypoints/serve/utils/api_utils.py)."""
     from vllm.entrypoints.serve.utils import api_utils
     from vllm.exceptions import VLLMValidationError
 
@@ -135,7 +136,8 @@ def refuse_too_long() -> None:
 
 
 def change() -> None:
-    """Also in the processes that vLLM spawns: they import this module, but not as main."""
+    """Apply all changes. It runs in the processes that vLLM spawns too: they import this module,
+    but not as main."""
     from vllm.platforms import current_platform
 
     temper_logprobs()
