@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
 MaybeName = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="A cluster, as `status` shows it.")
+    str | None, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")
 ]
 Model = Annotated[
     str, typer.Argument(metavar="PROJECT/MODEL", help="A model, as `checkpoints ls` shows it.")
 ]
 MaybeModel = Annotated[
-    str | None, typer.Argument(metavar="[PROJECT/MODEL]", help="Default: all models of the store.")
+    str | None, typer.Argument(metavar="PROJECT/MODEL", help="Default: all models of the store.")
 ]
 StoreOption = Annotated[
     str | None,

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 
 from ..links.relay import REFUSED
+from ..shared.errors import ConfigError
 from ..shared.protocol import VERSION
 from .http import GATEWAY_STATUSES, Address
 
@@ -52,6 +53,12 @@ class Patient(openai.DefaultAsyncHttpxClient):
         self._back = back
 
     async def send(self, request: Any, **options: Any) -> Any:
+        if self.is_closed:
+            raise ConfigError(
+                "The backend that this client belongs to was closed, at the end of its `async "
+                "with` block or by close(). Open one, register the model with it, and ask "
+                "model.openai_client() for a client again."
+            )
         for repeat in range(REPEATS + 1):
             try:
                 response = await super().send(request, **options)

@@ -123,7 +123,8 @@ def in_use(name: str) -> bool:
 def _open_uses(name: str) -> TextIO:
     path = _uses(name)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (home(), path.parent):  # `mode` is not that of the parents
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path.open("a")
     except OSError as error:
         raise _unwritable(error) from error

@@ -146,6 +146,12 @@ async def _watched(task: asyncio.Future[TrajectoryGroup], watch: Watch) -> Traje
     except Exception as error:
         gathering.failed(error)
         return None
+    if not isinstance(group, TrajectoryGroup):
+        raise ConfigError(
+            f"What was awaited for a group returned a {type(group).__name__}. Give "
+            "TrajectoryGroup(rollout(...) for _ in range(8)), or have it return one; single "
+            "rollouts are for gather_trajectories."
+        )
     if watch.opaque:
         gathering.expect(len(group) - 1)
         gathering.succeeded(group)

@@ -102,6 +102,13 @@ def test_a_use_is_seen_by_others_until_its_process_ends() -> None:
     assert not in_use("a")
 
 
+def test_a_home_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("ART_CLOUD_HOME", str(home))
+    Use("a").end()
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
 def test_a_home_that_cannot_be_written_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
