@@ -6,13 +6,13 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..shared.errors import ConfigError, NotFoundError, UnreadableError
+from ..shared.errors import ConfigError, ConflictError, NotFoundError, UnreadableError
 from .options import (
     AsJson,
     Best,
@@ -57,8 +57,9 @@ def list_checkpoints(
         there = []
         for name in models(opened):
             try:
-                if (newest := Checkpoints(opened, name).newest()) is not None:
-                    there.append(newest)
+                with suppress(ConflictError):  # it was deleted
+                    if (newest := Checkpoints(opened, name).newest()) is not None:
+                        there.append(newest)
             except UnreadableError as error:
                 typer.echo(f"Not shown: {name}. {error}", err=True)
         if as_json:
@@ -161,19 +162,28 @@ def push(
 @checkpoints.command("rm")
 def remove(
     model: Model,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", help="Their numbers.")],
+    steps: Annotated[
+        list[int] | None, typer.Argument(metavar="STEP...", help="Their numbers.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete the model: its name stays taken.")
+    ] = False,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     yes: Yes = False,
 ) -> None:
     """Remove steps of a model for good. The newest stays; `gc` then frees the space."""
-    numbers = ", ".join(map(str, steps))
+    if bool(steps) == everything:
+        raise ConfigError("Give the numbers of steps, or --all.")
     kept = steps_of(model, store, cluster)
+    what = "all steps" if everything else f"step {', '.join(map(str, steps or []))}"
     if not yes:
-        typer.confirm(f"Remove step {numbers} of {model}?", abort=True, err=True)
-    for step in steps:
+        typer.confirm(f"Remove {what} of {model} for good?", abort=True, err=True)
+    if everything:
+        kept.end()
+    for step in steps or []:
         kept.delete(step)
-    typer.echo(f"Removed step {numbers} of {model}.")
+    typer.echo(f"Removed {what} of {model}.")
 
 
 @checkpoints.command()

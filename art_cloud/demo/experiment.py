@@ -25,6 +25,8 @@ from ..shared.config import SFTConfig, TrainConfig
 from ..shared.errors import ConflictError
 from ..shared.progress import progress, say
 
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+"""The `extra_body` of a request that has Qwen3, which thinks by default, answer at once."""
 TaskT = TypeVar("TaskT")
 TaskT_contra = TypeVar("TaskT_contra", contravariant=True)
 

@@ -9,6 +9,8 @@ already) or a rival. What makes that hold, however long one of them was stopped 
   whole first manifest. Who finds it without its step finishes it; who comes second goes on from it.
 - The newest step is never removed. So `removed/` is listed before `steps/`: then the newest of what
   is listed is there, whatever is made and removed between the two listings.
+- A model is deleted by its next step: one of kind "end", without files. A server that still trains
+  the model finds the number taken, as by a rival, and stops. The name stays taken.
 - A manifest's blobs are made young before it is there, and looked at again afterwards. What garbage
   collection took away meanwhile is put there again by whoever has the files.
 """
@@ -38,7 +40,7 @@ from .transfer import Transfer, Watch
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["init", "train", "sft", "fork", "push"]
+Kind = Literal["init", "train", "sft", "fork", "push", "end"]
 BEGINS = ("init", "fork", "push")
 """Kinds of a model's first step."""
 STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
@@ -160,7 +162,7 @@ class Checkpoints:
 
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""
-        return [manifest for manifest in each(self.find, self._ever()) if manifest]
+        return [found for found in each(self.find, self._ever()) if found and found.kind != "end"]
 
     def manifests(self) -> list[Manifest]:
         """Of all steps that are there, in order; without those that are removed meanwhile."""
@@ -170,7 +172,7 @@ class Checkpoints:
                 return self._parse(self._key(step))
             return None
 
-        return [manifest for manifest in each(parse, self.steps()) if manifest]
+        return [found for found in each(parse, self.steps()) if found and found.kind != "end"]
 
     def beginning(self) -> Manifest:
         """What a model begins with, or is about to begin with: its blobs are no garbage.
@@ -180,6 +182,17 @@ class Checkpoints:
         return self._parse(self._first)
 
     def newest(self) -> Manifest | None:
+        """The newest step; None of a model that was never registered.
+
+        Raises `ConflictError` if the model was deleted.
+        """
+        last = self._last()
+        if last is not None and last.kind == "end":
+            raise ConflictError(_deleted(last))
+        return last
+
+    def _last(self) -> Manifest | None:
+        """The step with the highest number, be it the model's end."""
         steps = self._numbers("steps")  # the newest is never removed
         return self._parse(self._key(steps[-1])) if steps else None
 
@@ -246,6 +259,42 @@ class Checkpoints:
                 "Fork the step that you want to go on from, and go on with the fork."
             )
         self.store.create(self._key(step, "removed"), _json(left))
+
+    def end(self) -> Manifest:
+        """Delete the model for good: all steps, logged metrics and trajectories. Safe to repeat.
+
+        Its name stays taken. Its blobs go with the next `gc`, but for those of forks. A server that
+        still trains it makes no further step.
+
+        Raises:
+            NotFoundError: there is no such model.
+        """
+        last = self._last()
+        if last is None:
+            raise NotFoundError(f"{self.name} has no steps in {self.store.url}.")
+        while last.kind != "end":
+            end = Manifest(
+                project=self.name.project,
+                model=self.name.model,
+                step=last.step + 1,
+                kind="end",
+                call_id=uuid4().hex,
+                parent=Parent(project=last.project, model=last.model, step=last.step),
+                base_model=last.base_model,
+                lora=last.lora,
+                versions={},
+            )
+            with suppress(RivalError):  # a server made this step meanwhile: the next one is the end
+                self.create(end)
+            last = self._last() or end
+        for step in self.steps():
+            if step < last.step:
+                self.delete(step)
+        for folder in ("metrics", "trajectories"):
+            for key in self.store.list(f"{self.name}/{folder}/"):
+                with suppress(NotFoundError):  # somebody else deletes too
+                    self.store.delete(key)
+        return last
 
     def fork(self, to: ModelName, step: int | None = None) -> Manifest:
         """Start `to` with the content of a step (the newest by default). No content is copied.
@@ -469,8 +518,17 @@ def _same_beginning(first: Manifest, other: Manifest) -> bool:
     )
 
 
+def _deleted(end: Manifest) -> str:
+    return (
+        f"{end.name} was deleted at {end.created_at:%Y-%m-%d %H:%M:%S} UTC, and its name stays "
+        "taken. Choose another name."
+    )
+
+
 def superseded(there: Manifest) -> RivalError:
-    """What a server is told that wanted to make the step `there` too."""
+    """The error for a server that wanted to make the step `there` too."""
+    if there.kind == "end":
+        return RivalError(f"This step was not counted: {_deleted(there)}")
     error = RivalError(
         f"Step {there.step} of {there.name} was made by another call ({there.call_id}, "
         f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC) on another server"

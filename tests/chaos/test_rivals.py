@@ -113,6 +113,23 @@ async def test_one_goes_on_and_the_other_is_told_by_whom(tmp_path: Path, base_mo
     assert len({manifest.call_id for manifest in found}) == 5
 
 
+async def test_a_model_that_is_deleted_while_a_server_trains_it(
+    tmp_path: Path, base_model: str
+) -> None:
+    with server(tmp_path, "only") as only:
+        async with only.backend() as backend:
+            model = await registered(backend, base_model)
+            assert (await train(backend, model, 1)).step == 1
+            await asyncio.to_thread(Checkpoints(open_store(str(tmp_path / "store")), NAME).end)
+            with pytest.raises(RivalError, match="rivals/agent was deleted at"):
+                await train(backend, model, 2)
+            with pytest.raises(art.ArtCloudError, match="Choose another name"):
+                await model.register(backend)
+            other = art.TrainableModel[None](name="other", project="rivals", base_model=base_model)
+            await other.register(backend)
+    assert history(tmp_path) == []
+
+
 async def test_one_that_was_stopped_right_before_its_manifest_is_told(
     tmp_path: Path, base_model: str
 ) -> None:

@@ -245,6 +245,49 @@ def test_all_steps_but_the_newest_can_be_deleted(steps: Checkpoints, tmp_path: P
         steps.delete(0)
 
 
+def test_a_server_that_trains_a_deleted_model_makes_no_further_step(
+    steps: Checkpoints, tmp_path: Path
+) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step)
+    steps.log("val", 1, {"reward": 0.5})
+    end = steps.end()
+    assert (end.step, end.kind, end.files) == (3, "end", {})
+    assert steps.end() == end
+    with pytest.raises(RivalError, match=r"not counted: games/agent was deleted at .* Choose"):
+        commit(steps, tmp_path, 3)
+    for begin in ("init", "push"):
+        with pytest.raises(ConflictError, match="exists already"):
+            commit(steps, tmp_path, 0, kind=begin)
+    with pytest.raises(ConflictError, match="games/agent was deleted at"):
+        steps.newest()
+    assert (steps.infos(), steps.manifests(), steps.store.list("games/agent/metrics/")) == (
+        *([], [], []),
+    )
+    assert [row["step"] for row in steps.history()] == [0, 1, 2]
+    with pytest.raises(NotFoundError, match="has no steps"):
+        Checkpoints(steps.store, ModelName("games", "none")).end()
+
+
+def test_a_deletion_that_broke_off_is_finished(
+    steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step)
+
+    def die(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            steps.end()
+    with pytest.raises(ConflictError, match="was deleted"):
+        steps.newest()
+    assert steps.end().step == 3
+    assert steps.steps() == [3]
+
+
 def test_the_number_of_a_removed_step_is_not_given_again(
     steps: Checkpoints, tmp_path: Path
 ) -> None:
