@@ -203,3 +203,12 @@ def test_the_picture_of_the_rooms_is_the_contract() -> None:
             del names[0]
         found.append(set(names))
     assert drawn == rooms
+
+
+def test_where_to_change_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/develop/where-to-change.md").read_text()
+    named = set(
+        re.findall(r"`((?:art_cloud|server_image|tests|docs|launch|examples)/[^`]*)`", page)
+    )
+    assert len(named) > 20
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
