@@ -54,7 +54,7 @@ def plot(result: Result, path: Path, title: str) -> Path:
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper left", frameon=False, reverse=True)
     figure.savefig(path)
     return path
 
