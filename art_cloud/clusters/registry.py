@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import getpass
+import json
 import os
 import re
 import secrets
@@ -20,18 +21,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 import platformdirs
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from ..shared.errors import NotFoundError, RegistryError
 from ..shared.names import check_name
+from ..shared.progress import say_once
 from ..shared.protocol import ServerInfo
+from ..shared.validation import complaint
 from .costs import Receipt, Usage, make_receipt
 from .spec import ClusterSpec, Instance
 
+F = TypeVar("F", bound=BaseModel)
+UNKNOWN = "extra_forbidden"
+"""What pydantic says of a field that a model does not have."""
 RecordState = Literal["starting", "running", "ending"]
 
 BUSY_TIMEOUT_SECONDS = 30.0
@@ -182,7 +190,8 @@ class Registry:
             spec = spec.model_copy(update={"token": token, "launched_at": now})
             record = ClusterRecord(name, spec, "starting", now)
             database.execute(
-                "INSERT INTO clusters VALUES (:name, :spec, :token, :state, :created_at)",
+                "INSERT INTO clusters (name, spec, token, state, created_at)"
+                " VALUES (:name, :spec, :token, :state, :created_at)",
                 {
                     "name": name,
                     "spec": spec.model_dump_json(),
@@ -197,7 +206,15 @@ class Registry:
         return next((record for record in self.list() if record.name == name), None)
 
     def list(self) -> list[ClusterRecord]:
-        return [_record(row) for row in self._read("SELECT * FROM clusters ORDER BY name")]
+        """All that can be understood. What can't is told of, and hides no other: its provider still
+        lists what runs of it."""
+        found = []
+        for row in self._read("SELECT * FROM clusters ORDER BY name"):
+            try:
+                found.append(_record(row))
+            except RegistryError as error:
+                say_once(str(error))
+        return found
 
     def current(self, record: ClusterRecord) -> ClusterRecord | None:
         """What is known of the same cluster now; None if it was ended."""
@@ -295,9 +312,14 @@ class Registry:
         return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
 
     def receipts(self) -> Sequence[Receipt]:
-        """Of the clusters that have ended, the oldest first."""
-        rows = self._read("SELECT receipt FROM receipts ORDER BY created_at")
-        return [Receipt.model_validate_json(row["receipt"]) for row in rows]
+        """Of the clusters that have ended, the oldest first. What can't be understood is told of."""
+        found = []
+        for row in self._read("SELECT name, receipt FROM receipts ORDER BY created_at"):
+            try:
+                found.append(_understood(Receipt, row["receipt"]))
+            except ValueError as error:
+                say_once(f"The receipt of {row['name']} can't be understood: {error}")
+        return found
 
     def receipt(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
         """What `end` keeps of `record`."""
@@ -375,13 +397,34 @@ class Registry:
 
 
 def _record(row: sqlite3.Row) -> ClusterRecord:
-    spec = ClusterSpec.model_validate_json(row["spec"])
-    return ClusterRecord(
-        name=row["name"],
-        spec=spec.model_copy(update={"token": SecretStr(row["token"])}),
-        state=row["state"],
-        created_at=datetime.fromisoformat(row["created_at"]),
-    )
+    try:
+        spec = _understood(ClusterSpec, row["spec"])
+        return ClusterRecord(
+            name=row["name"],
+            spec=spec.model_copy(update={"token": SecretStr(row["token"])}),
+            state=row["state"],
+            created_at=datetime.fromisoformat(row["created_at"]),
+        )
+    except ValueError as error:
+        why = complaint(error) if isinstance(error, ValidationError) else error
+        raise RegistryError(
+            f"What is recorded of the cluster {row['name']} can't be understood ({why}). End what "
+            f"runs of it: art-cloud sweep. Then delete its row of {home()}/clusters.sqlite."
+        ) from error
+
+
+def _understood(kind: type[F], text: str) -> F:
+    """What a program of any version wrote, without the fields that this one does not know."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        content = None
+        for *way, last in (one["loc"] for one in error.errors() if one["type"] == UNKNOWN):
+            content = content or json.loads(text)
+            del reduce(getitem, way, content)[last]
+        if content is None:
+            raise
+        return kind.model_validate_json(json.dumps(content))
 
 
 def unknown(name: str) -> NotFoundError:
