@@ -312,7 +312,7 @@ class Registry:
         return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
 
     def receipts(self) -> Sequence[Receipt]:
-        """Of the clusters that have ended, the oldest first. What can't be understood is told of."""
+        """Of the clusters that have ended, the oldest first. Odd ones are told of."""
         found = []
         for row in self._read("SELECT name, receipt FROM receipts ORDER BY created_at"):
             try:
