@@ -123,8 +123,8 @@ class AttachedBackend(Backend):
         spec = self._record.spec if self._record else None
         if spec is None or spec.launched_at is None or not spec.price_per_hour:
             return {}
-        hours = (datetime.now(UTC) - spec.launched_at).total_seconds() / 3600
-        return {"cost/usd": hours * spec.price_per_hour, "cost/usd_per_hour": spec.price_per_hour}
+        spent = spec.spent_seconds / 3600 * spec.price_per_hour
+        return {"cost/usd": spent, "cost/usd_per_hour": spec.price_per_hour}
 
     async def sample_a_token(self, base_model: str) -> None:
         """Have the engine show that it answers, all the way to here."""

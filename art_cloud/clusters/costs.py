@@ -139,14 +139,15 @@ def make_receipt(
 ) -> Receipt:
     """The receipt of a cluster that is gone `now`; `seen_to_end` if it was there until now."""
     assert spec.launched_at is not None
+    last_seen = max(usage.seen_at if usage else spec.launched_at, spec.launched_at)
+    now = max(now, last_seen)  # also where this machine's clock was set back
     life = (now - spec.launched_at).total_seconds()
-    last_seen = usage.seen_at if usage else spec.launched_at
     return Receipt(
         name=name,
         provider=spec.provider,
         price_per_hour=spec.price_per_hour,
         launched_at=spec.launched_at,
-        ended_after=now if seen_to_end else min(last_seen, now),
+        ended_after=now if seen_to_end else last_seen,
         ended_before=now
         if seen_to_end or life < spec.life_seconds
         else spec.launched_at + timedelta(seconds=spec.life_seconds),

@@ -272,7 +272,8 @@ class ClusterStatus:
         """Until now, in US dollars."""
         if self.launched_at is None:
             return 0.0
-        return (datetime.now(UTC) - self.launched_at).total_seconds() / 3600 * self.price_per_hour
+        seconds = (datetime.now(UTC) - self.launched_at).total_seconds()
+        return max(0.0, seconds) / 3600 * self.price_per_hour
 
 
 async def status(name: str | None = None) -> list[ClusterStatus]:

@@ -28,6 +28,7 @@ import platformdirs
 import uvicorn
 
 from art_cloud.shared.errors import ArtCloudError, ConfigError, RivalError
+from art_cloud.shared.limits import words
 from art_cloud.shared.names import check_name, whole_path
 from art_cloud.shared.processes import MARK, identity_of
 from art_cloud.shared.version import __version__
@@ -273,7 +274,12 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
     began, limits, launched_ago = time.monotonic(), limits_of(options), seconds_spent(options)
     if limits.are_over(launched_ago):
-        log.warning("%s ends: what its budget or its deadline allows is over", name)
+        log.warning(
+            "%s ends: what its budget or its deadline allows is over. By this machine's clock it "
+            "was launched %s ago: if that can't be, set this clock, or that of whoever launched it",
+            name,
+            words(launched_ago),
+        )
         return
     watchdog = Watchdog(options.stall)
     watchdog.end_in(min(BOOT_SECONDS, limits.life - launched_ago), "it does not come up")

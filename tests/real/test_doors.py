@@ -84,6 +84,37 @@ async def test_2000_connections_without_a_token_keep_nobody_out(tmp_path: Path, 
     assert "accept" not in server.output
 
 
+def _hardly_any_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_a_server_without_descriptors_says_so_once_and_goes_on(tmp_path: Path) -> None:
+    """All that there are are taken by clients that have a token, and so are nobody's to take."""
+    server = ServerProcess(tmp_path)
+    server.prepare = _hardly_any_descriptors
+    ask = b"POST /art/v1/lease HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
+    ask += b"Authorization: Bearer %s\r\n\r\n" % TOKEN.encode()
+    said = "a connection could not be accepted"
+    with server:
+        with ExitStack() as connections:
+            while said not in server.output:
+                one = connections.enter_context(connect(server))
+                one.sendall(ask)
+                one.settimeout(2)
+                with suppress(TimeoutError):
+                    assert one.recv(65536).startswith(b"HTTP/1.1 200")
+            one.settimeout(5)  # the loop tries again each second
+            with pytest.raises(TimeoutError):
+                one.recv(1)
+        with connect(server) as one:
+            one.sendall(ask)
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+        assert server.terminate() == 0
+    assert server.output.count(said) == 1
+    assert "Too many open files" in server.output
+    assert "Traceback" not in server.output
+
+
 def test_a_head_that_does_not_come_ends_its_connection(impatient: ServerProcess) -> None:
     with connect(impatient) as silent, connect(impatient) as slow, connect(impatient) as next_:
         next_.sendall(HEAD % b"wrong" + b"Content-Length: 0\r\n\r\n")

@@ -119,6 +119,17 @@ def test_a_receipt_of_what_ended_unseen_says_between_what() -> None:
     )
 
 
+@pytest.mark.parametrize("seen_to_end", [True, False])
+def test_a_clock_that_was_set_back_makes_no_receipt_of_less_than_was_seen(
+    seen_to_end: bool,
+) -> None:
+    seen = Usage(NOW, 1, 0, 0)
+    paid = spec(offer=offer(2), launched_at=NOW - timedelta(hours=3))
+    yesterday = NOW - timedelta(days=1)
+    assert make_receipt("one", paid, seen, yesterday, seen_to_end=seen_to_end).cost == (6, 6)
+    assert make_receipt("one", paid, None, yesterday, seen_to_end=seen_to_end).cost == (0, 0)
+
+
 @given(st.floats(0.01, 1e9))
 def test_a_reserve_is_less_than_what_it_is_of(allowed: float) -> None:
     assert 0 < reserve(allowed) <= min(60, 0.1 * allowed)
