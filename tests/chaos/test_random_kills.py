@@ -338,6 +338,7 @@ class Campaign:
                 while not seeing.done():
                     made = await backend.train(model, as_groups(batch(model.full_name, 1)))
                     self.counts["steps of the leased one"] = made.step
+                    await asyncio.sleep(2 * rng.random())
                     if rng.random() < 0.2:
                         os.kill(pid, signal.SIGSTOP)
                         await asyncio.sleep(4 * rng.random())
