@@ -19,10 +19,11 @@ from typing import Any
 
 
 def end_with_parent(socket: str) -> None:
-    """Kill this process group, and remove the socket, once the parent of this process is gone, or
-    whoever holds the other end of standard input.
+    """Kill this process group, and remove the socket and its folder, once the parent of this process is
+    gone, or whoever holds the other end of standard input.
 
-    All processes that vLLM spawns have the same standard input, and import this module.
+    All processes that vLLM spawns have the same standard input, and import this module: several may
+    do this at once, and the first that is through ends the others.
     """
     parent = os.pidfd_open(os.getppid())
 
@@ -30,6 +31,7 @@ def end_with_parent(socket: str) -> None:
         select.select([0, parent], [], [])
         with suppress(OSError):
             os.unlink(socket)
+        with suppress(OSError):
             os.rmdir(os.path.dirname(socket))
         os.killpg(0, signal.SIGKILL)
 
