@@ -19,8 +19,8 @@ from typing import Any
 
 
 def end_with_parent(socket: str) -> None:
-    """Kill this process group, and remove the socket and its folder, once the parent of this process is
-    gone, or whoever holds the other end of standard input.
+    """Kill this process group, and remove the socket with its folder, once the parent of this
+    process is gone, or whoever holds the other end of standard input.
 
     All processes that vLLM spawns have the same standard input, and import this module: several may
     do this at once, and the first that is through ends the others.
