@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -485,6 +486,28 @@ async def test_a_box_that_this_user_may_not_switch_off_is_refused(tmp_path: Path
             )
     with pytest.raises(ConfigError, match="on_end"):
         await get_provider("ssh").offers(spec({"host": "gpu-box", "on_end": "explode"}))
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_who_is_not_root_asks_sudo_and_is_never_asked_for_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may: bool
+) -> None:
+    """A script stands in for `sudo`, which would switch this machine off, and notes how it was
+    asked."""
+    asked = tmp_path / "asked"
+    answer = "echo fine" if may else "echo a password is required; exit 1"
+    for tool, does in (("sudo", f'printf "%s\\n" "$*" >> {asked}; {answer}'), ("poweroff", "exit 1")):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    prepare, servers = importlib.import_module("prepare"), importlib.import_module("servers")
+    problem = None if may else "sudo -n -l poweroff: a password is required"
+    assert prepare._poweroff_problem() == problem
+    said = (0, "fine") if may else (1, "a password is required")
+    assert servers.power(*servers.POWER_OFF) == said
+    assert asked.read_text().splitlines() == ["-n -l poweroff", "-n poweroff"]
 
 
 # ---------------------------------------------------------------- what the pages say
