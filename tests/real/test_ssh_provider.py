@@ -496,7 +496,8 @@ def test_who_is_not_root_asks_sudo_and_is_never_asked_for_a_password(
     asked."""
     asked = tmp_path / "asked"
     answer = "echo fine" if may else "echo a password is required; exit 1"
-    for tool, does in (("sudo", f'printf "%s\\n" "$*" >> {asked}; {answer}'), ("poweroff", "exit 1")):
+    note = f'printf "%s\\n" "$*" >> {asked}; {answer}'
+    for tool, does in (("sudo", note), ("poweroff", "exit 1")):
         (tmp_path / tool).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
