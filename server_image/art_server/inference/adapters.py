@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from art_cloud.shared.errors import ConfigError, ConflictError
 
+from ..peft_lock import MAKING_ADAPTERS
+
 BASE = "__base__"  # what PEFT calls rows without an adapter in a mixed batch
 
 
@@ -54,13 +56,13 @@ class AdapterModel:
         self._loaded += 1
         name = f"policy_{self._loaded}"  # a module's name may not contain a dot
         device = str(self.device)
+        make: dict[str, Any] = {"torch_device": device, "low_cpu_mem_usage": True}
         try:
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(
-                    self._model, folder, name, torch_device=device, low_cpu_mem_usage=True
-                )
-            else:
-                self._peft.load_adapter(folder, name, torch_device=device, low_cpu_mem_usage=True)
+            with MAKING_ADAPTERS:
+                if self._peft is None:
+                    self._peft = PeftModel.from_pretrained(self._model, folder, name, **make)
+                else:
+                    self._peft.load_adapter(folder, name, **make)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             if self._peft is not None and name in self._peft.peft_config:
                 self._peft.delete_adapter(name)
