@@ -93,7 +93,8 @@ class Calls:
         for attempt in count(1):
             try:
                 await self._release_durable(name)
-                return await self._run(self._server, call, bar)
+                after = self._kept[name][-1].id if self._kept[name] else None
+                return await self._run(self._server, call, bar, after)
             except NotFoundError:
                 if attempt == RESUBMISSIONS or name not in self._registered:
                     raise
@@ -117,13 +118,16 @@ class Calls:
                 say(f"{policies}: not known to be in the store: {error}")
                 kept.clear()
 
-    async def _run(self, server: ServerClient, call: _Call, bar: Bar) -> StepResult:
+    async def _run(
+        self, server: ServerClient, call: _Call, bar: Bar, after: str | None = None
+    ) -> StepResult:
         """What came of a call's job, at its end.
 
         Raises:
-            NotFoundError: the server does not know the model or, any more, the job.
+            NotFoundError: the server does not know the model, the call `after` which this one
+                comes or, any more, the job.
         """
-        sent = await server.call(call.method, call.path, call.content, call_id=call.id)
+        sent = await server.call(call.method, call.path, call.content, call_id=call.id, after=after)
         job = parse(JobInfo, sent)
         async for event in server.events(job.id):
             _show(bar, event)

@@ -22,7 +22,7 @@ from ..shared.errors import (
 )
 from ..shared.names import ModelName
 from ..shared.progress import say
-from ..shared.protocol import CALL_ID, VERSION, ErrorBody, JobEvent
+from ..shared.protocol import AFTER, CALL_ID, VERSION, ErrorBody, JobEvent
 from ..shared.validation import check_url, complaint, is_loopback
 from ..shared.version import __version__
 
@@ -133,6 +133,7 @@ class ServerClient:
         content: BaseModel | bytes | None = None,
         *,
         call_id: str | None = None,
+        after: str | None = None,
         repeatable: bool = True,
     ) -> bytes:
         """Return the body of the answer.
@@ -146,7 +147,7 @@ class ServerClient:
         """
         self._check_open()
         body = content.model_dump_json().encode() if isinstance(content, BaseModel) else content
-        headers = {} if call_id is None else {CALL_ID: call_id}
+        headers = {name: id_ for name, id_ in ((CALL_ID, call_id), (AFTER, after)) if id_}
         patience = Patience(f"{method} {self.url}", self.patience)
         while True:
             token = self.address.token

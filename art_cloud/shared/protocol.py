@@ -50,6 +50,9 @@ from .names import ModelName
 
 PROTOCOL = 1
 CALL_ID = "Art-Call-Id"
+AFTER = "Art-After"
+"""The id of the call before, whose step may not be durable yet: a server that does not know it has
+taken another's place, and makes no step from what is in the store."""
 VERSION = "Art-Version"
 POLICY = "Art-Policy"
 

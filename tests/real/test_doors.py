@@ -154,6 +154,18 @@ def test_what_is_no_http_leaves_no_line_in_the_log(impatient: ServerProcess) -> 
     assert impatient.output == before
 
 
+def test_what_comes_after_an_answer_leaves_no_line_in_the_log(impatient: ServerProcess) -> None:
+    before = impatient.output
+    for end in (b"bad trailer\r\n\r\n", b"t: " + b"x" * 200_000 + b"\r\n\r\n"):
+        with connect(impatient) as connection:
+            connection.sendall(HEAD % b"wrong" + b"Transfer-Encoding: chunked\r\n\r\n")
+            assert b"401" in connection.recv(65536)
+            with suppress(ConnectionError):
+                connection.sendall(b"2\r\n{}\r\n0\r\n" + end)
+            wait_until(lambda one=connection: is_closed(one), 60)  # type: ignore[misc]
+    assert impatient.output == before
+
+
 def test_the_token_is_not_in_the_environment_of_the_process(tmp_path: Path) -> None:
     token = "f00d" * 16
     arguments = ["--state", str(tmp_path / "state"), "--store", str(tmp_path / "store")]

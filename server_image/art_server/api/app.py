@@ -26,10 +26,12 @@ from art_cloud.shared.errors import (
     AuthError,
     ConflictError,
     InvalidRequestError,
+    NotFoundError,
     RequestTooLargeError,
 )
 from art_cloud.shared.names import STEP, ModelName, PolicyName
 from art_cloud.shared.protocol import (
+    AFTER,
     CALL_ID,
     PROTOCOL,
     VERSION,
@@ -182,6 +184,12 @@ class Routes:
         call, name = _call_id(request), _name(request)
         if kind != "register" and not await self.jobs.ask(self.jobs.journal.knows, call):
             self.runtime.newest(name)
+            before = request.headers.get(AFTER)
+            if before is not None and not await self.jobs.ask(self.jobs.journal.knows, before):
+                raise NotFoundError(
+                    f"This server does not know the call {before[:80]!r}, which came before this "
+                    f"one. Register {name} again, so that it is handed what it lacks."
+                )
         info = await self.jobs.submit(call, kind, name, body)
         return answer(info, HTTPStatus.ACCEPTED)
 

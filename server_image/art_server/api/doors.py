@@ -142,6 +142,13 @@ class Connection(H11Protocol):
     def _end(self) -> None:
         self.transport.abort()
 
+    def send_400_response(self, msg: str) -> None:
+        """What can't be understood after the answer was sent has none of its own."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self._end()
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._look_again(self._unread())
