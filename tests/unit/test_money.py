@@ -82,6 +82,12 @@ def test_a_point_in_time_is_kept_as_one() -> None:
         parse_deadline("soon")
 
 
+@pytest.mark.parametrize("text", ["0001-01-01T00:00+12:00", "9999-12-31T23:59-12:00"])
+def test_a_point_in_time_that_no_calendar_has(text: str) -> None:
+    with pytest.raises(ConfigError, match="beyond what a calendar has"):
+        parse_deadline(text)
+
+
 def test_what_is_over_is_over_when_its_server_begins_to_end() -> None:
     def aged(seconds: float) -> ClusterSpec:
         launched = datetime.now(UTC) - timedelta(seconds=seconds)
