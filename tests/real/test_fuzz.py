@@ -56,6 +56,7 @@ ODD_HEADERS = (
     ("Art-Call-Id", "../x"),
     ("Art-Call-Id", "0" * 32),
     ("Art-Call-Id", "{" + "0" * 32 + "}"),
+    ("Art-After", "../x"),
     ("Authorization", "Bearer"),
     ("Authorization", "Basic Og=="),
     ("Expect", "100-continue"),
