@@ -29,7 +29,7 @@ from .waiting import wait_until
 
 TOKEN = "a-token-for-tests"
 CLONE_NEWNET = 0x40000000
-STARTING_SECONDS, ENDING_SECONDS = 120.0, 60.0
+STARTING_SECONDS, ENDING_SECONDS = 300.0, 60.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
