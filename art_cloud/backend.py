@@ -50,7 +50,7 @@ TrainResult: TypeAlias = StepResult
 """What a training call returns: the new `step`, its `policy` name and its `metrics`."""
 
 REPEATED = 10
-"""A warning that goes on is said again after so many steps."""
+"""A warning that still holds is printed again after so many steps."""
 
 
 class Logged(Protocol):
@@ -132,7 +132,8 @@ class Backend:
 
     @property
     def inference_url(self) -> str:
-        """Where completions are answered: at `url`, unless others do it for this server."""
+        """The URL where completions are answered: `url`, unless another server does that for this
+        one."""
         return self.url
 
     def __repr__(self) -> str:
@@ -185,7 +186,7 @@ class Backend:
         return parse(ServerInfo, content)
 
     async def register(self, model: Logged) -> None:
-        """What `model.register(backend)` does."""
+        """Load or begin the model on the server: what `model.register(backend)` does."""
         trackers, server = wanted(model.name, model.report_metrics), await self.info()
         if not isinstance(model, Trainable):
             model.attach(self)
@@ -199,7 +200,7 @@ class Backend:
     async def _track(
         self, model: Logged, trackers: Sequence[TrackerName], server: ServerInfo
     ) -> None:
-        """Show in `trackers` what was made of `model`, and what will be."""
+        """Show the history of `model` in `trackers`, and its steps from now on."""
         name = model.full_name
         if trackers and not self._trackers.has(name):
             history = await ModelCheckpoints(self._server, name).history()
@@ -255,7 +256,8 @@ class Backend:
         return result
 
     def _say_nothing_learned(self, result: TrainResult) -> None:
-        """Said of the first such step of this backend, and of every tenth."""
+        """Say that a step had nothing to learn from: of the first such step of this backend, and of
+        every tenth."""
         self._steps_without_signal += 1
         if self._steps_without_signal == 1:
             say(
@@ -302,7 +304,7 @@ class Backend:
         metrics: dict[str, float] | None = None,
         step: int | None = None,
     ) -> dict[str, float]:
-        """What `model.log` does."""
+        """Keep trajectories and metrics beside a step: what `model.log` does."""
         groups = as_groups(trajectories or [])
         try:
             rows, samples = logged_trajectories(groups)
@@ -325,7 +327,7 @@ class Backend:
     async def record(
         self, model: Trainable, step: int | None = None
     ) -> AsyncIterator[RecordedTrajectory]:
-        """What `model.record()` does."""
+        """Record an agent for the length of a block: what `model.record()` does."""
         request = SessionRequest(model=model.get_inference_name(step))
         session = parse(SessionInfo, await self._server.call("POST", "sessions", request))
         trajectory = RecordedTrajectory(
@@ -374,16 +376,7 @@ def _numbers(version: str) -> list[int]:
 def _override(config: C, overrides: dict[str, Any]) -> C:
     if not overrides:
         return config
-    unknown = overrides.keys() - type(config).model_fields.keys()
-    if unknown:
-        raise ConfigError(
-            f"{', '.join(sorted(unknown))}: not among the fields of {type(config).__name__}: "
-            f"{', '.join(type(config).model_fields)}."
-        )
-    try:
-        return type(config).model_validate({**config.model_dump(), **overrides})
-    except ValidationError as error:
-        raise ConfigError(f"{type(config).__name__}: {complaint(error)}.") from error
+    return type(config)(**{**config.model_dump(), **overrides})
 
 
 def _example(item: Trajectory | Messages) -> SFTExample:

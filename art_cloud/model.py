@@ -46,7 +46,7 @@ class Model(BaseModel, Generic[ConfigT]):
     inference_base_url: str | None = None
     inference_api_key: str | None = Field(None, repr=False, exclude=True)
     report_metrics: list[TrackerName] | None = None
-    """Where its metrics and rollouts go beside the store: "wandb", "langfuse". None: to W&B, if
+    """The trackers that show its metrics and rollouts: "wandb", "langfuse". None: W&B, if
     WANDB_API_KEY is set."""
     _backend: Backend | None = PrivateAttr(None)
     _client: AsyncOpenAI | None = PrivateAttr(None)
@@ -78,7 +78,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._backend
 
     async def register(self, backend: Backend) -> None:
-        """Let `backend` keep what is logged of this model."""
+        """Register a model that is only prompted: `backend` keeps what is logged of it."""
         await backend.register(self)
 
     def attach(
@@ -88,7 +88,7 @@ class Model(BaseModel, Generic[ConfigT]):
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Remember the backend, and the endpoint where it serves this model, if it does."""
+        """Remember the backend, and the endpoint at which it serves this model, if it does."""
         self._backend = backend
         if base_url is not None:
             self.inference_model_name = self.get_inference_name()
@@ -97,13 +97,13 @@ class Model(BaseModel, Generic[ConfigT]):
             self._client = None
 
     def move(self, base_url: str, api_key: str) -> None:
-        """Go on at another server, also with the client that was made before."""
+        """Use another server from now on, also with the client that was made before."""
         self.inference_base_url, self.inference_api_key = base_url, api_key
         if self._client is not None:
             self._client.base_url, self._client.api_key = base_url, api_key
 
     def tracked_config(self) -> dict[str, Any]:
-        """What trackers show of this model beside its metrics, as JSON."""
+        """The settings of this model, as JSON, that trackers show beside its metrics."""
         return self.model_dump(mode="json", include=TRACKED_CONFIG, fallback=str)
 
     async def close(self) -> None:
@@ -123,7 +123,8 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._client
 
     def get_inference_name(self, step: int | None = None) -> str:
-        """The `model` of a request: the newest weights or, for a trained model, those of `step`."""
+        """The name for `model` in a request: the newest weights or, for a trained model, those of
+        `step`."""
         return self.inference_model_name or self.name
 
     async def get_step(self) -> int:

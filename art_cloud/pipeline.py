@@ -38,12 +38,12 @@ EvalFn: TypeAlias = Callable[
 ]
 
 SPLIT = "pipeline"
-"""Under which the pipeline's own metrics are kept beside each step."""
+"""The split under which the pipeline's own metrics are kept beside each step."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A group that is through, and how old it is."""
+    """A group whose rollouts are done, and the steps that it was sampled from."""
 
     group: TrajectoryGroup
     steps: list[int]
@@ -108,7 +108,7 @@ class PipelineTrainer(Generic[S]):
         self.max_steps = max_steps
         self.eval_every_n_steps = eval_every_n_steps
         self.stale_groups = 0
-        """Dropped because they were older than `max_steps_off_policy`."""
+        """How many groups were dropped because they were older than `max_steps_off_policy`."""
         self._scenarios = scenarios
         self._gathering = Gathering(Bar("", None), max_exceptions, timeout)
         self._stopping = asyncio.Event()
@@ -153,7 +153,7 @@ class PipelineTrainer(Generic[S]):
     async def _roll_out(
         self, permits: asyncio.Semaphore, done: asyncio.Queue[_Group | None]
     ) -> None:
-        """Begin a group for every permit, until the scenarios end."""
+        """Start the rollouts of a group for every permit, until the scenarios end."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for scenario in _iterate(self._scenarios):
@@ -230,7 +230,7 @@ class PipelineTrainer(Generic[S]):
 
 
 class _Evaluations:
-    """One at a time, in the order of their steps, beside the training."""
+    """Evaluations beside the training, one at a time, in the order of their steps."""
 
     def __init__(self, trainer: PipelineTrainer[Any]) -> None:
         self._trainer = trainer
@@ -274,6 +274,7 @@ async def _iterate(scenarios: Iterable[S] | AsyncIterator[S]) -> AsyncIterator[S
 
 
 def _steps(group: TrajectoryGroup) -> list[int]:
-    """The step that each sample was drawn from. Samples of other models the train call refuses."""
+    """The step that each sample of this model was drawn from. The train call refuses samples of
+    other models."""
     policies = [sample.policy for trajectory in group for sample in trajectory.samples()]
     return [PolicyName.parse(policy).step for policy in policies if "@" in policy]

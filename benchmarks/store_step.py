@@ -29,7 +29,6 @@ from harness import report
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from art_server.steps.programs import Programs
 from art_server.steps.runtime import Runtime, Settings
 from art_server.tiny_model import make_tiny_model
 
@@ -51,7 +50,7 @@ class Nowhere(Checkpoints):
     def upload(self, folder: Path, watch: Any = None) -> dict[str, Blob]:
         return {}
 
-    def create(self, manifest: Manifest) -> Manifest:
+    def create(self, manifest: Manifest, folder: Path | None = None) -> Manifest:
         return manifest
 
     def newest(self) -> Manifest | None:
@@ -69,12 +68,13 @@ class Side:
 
     def __init__(self, folder: Path, store: str, durability: Durability, *, keep: bool) -> None:
         folder.mkdir()
-        self.runtime = Runtime(Settings(state=folder, store=store, durability=durability))
+        self.runtime = Runtime(
+            Settings(state=folder, store=store, durability=durability, max_bytes=1 << 30)
+        )
         if not keep:
-            self.runtime.checkpoints = (  # type: ignore[method-assign]
+            self.runtime.models.checkpoints = (  # type: ignore[method-assign]
                 lambda name: Nowhere(self.runtime.store, name)
             )
-        self.programs = Programs(self.runtime, 1 << 30)
         self.seconds: list[float] = []
         self.processor: list[float] = []
 
@@ -82,7 +82,7 @@ class Side:
         job = JobInfo(
             id=uuid4().hex, kind=kind, project=NAME.project, model=NAME.model, state="running"
         )
-        await self.programs.by_kind()[kind](job, body, lambda data: None)
+        await self.runtime.programs.run(job, body, lambda data: None)
 
     async def burst(self, bodies: list[bytes]) -> None:
         """Steps one after the other; what the last one leaves behind is not counted."""
@@ -91,7 +91,7 @@ class Side:
             await self.call("train", body)
         self.seconds.append((time.perf_counter() - started) / len(bodies))
         self.processor.append((time.process_time() - worked) / len(bodies))
-        await self.programs.publisher.commits.settled(NAME)
+        await self.runtime.models.until_durable(NAME)
 
 
 def more(ours: list[float], none: list[float]) -> float:
@@ -128,7 +128,7 @@ async def main(rounds: int, steps: int) -> None:
         for _ in range(rounds + 1):
             for side in sides.values():
                 await side.burst(bodies)
-        size = sum(blob.size for blob in sides["sync"].runtime.newest(NAME).files.values())
+        size = sum(blob.size for blob in sides["sync"].runtime.models.newest(NAME).files.values())
         for side in sides.values():
             await side.runtime.close()
     seconds = {label: median(side.seconds[1:]) for label, side in sides.items()}  # one to warm up

@@ -154,7 +154,7 @@ def one_round(batch: TrainBatch, peers: list[PeerTrajectory]) -> tuple[float, ..
     peer_encode, json = timed(lambda: PEER.dump_json(peers))
     ours_decode, back = timed(lambda: decode_batch(body, LIMIT))
     peer_decode, peer_back = timed(lambda: PEER.validate_json(json))
-    assert back == batch
+    assert back.unpack() == batch
     assert len(peer_back) == len(peers)
     return ours_encode, ours_decode, peer_encode, peer_decode
 

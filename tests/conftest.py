@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from .rigs.s3_servers import S3Server
@@ -32,8 +32,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path
     base = tmp_path_factory.getbasetemp()
     root = base if worker_id == "master" else base.parent
     folder, done = root / "tiny-model", root / "tiny-model.done"
-    with (root / "tiny-model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(root / "tiny-model.lock"):
         if not done.exists():
             make_tiny_model(folder)
             done.touch()

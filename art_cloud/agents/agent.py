@@ -23,7 +23,7 @@ async def run_agent(
     max_tokens: int | None = None,
     until: str | None = None,
 ) -> Trajectory:
-    """Let `model` work on `task` with the tools of `session`. The reward is up to the caller.
+    """Let `model` work on `task` with the tools of `session`. The caller sets the reward.
 
     It ends with an answer that calls no tool, after `max_turns` answers, or where the context is
     full. Metrics: `turns`, `tool_calls`, `tool_errors`, `answered` (1 if it ended by itself).

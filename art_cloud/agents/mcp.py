@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 SESSIONS = 16
-"""Sessions with one server at once: over stdio, each is a process."""
+"""How many sessions with one server are open at once: over stdio, each is a process."""
 CALL_SECONDS = 60.0
 RESOURCES, RESOURCE_CHARACTERS = 16, 4000
-"""How many resources are read, and how much of each."""
+"""How many resources are read, and how many characters of each."""
 
 
 class MCPServer:
@@ -90,7 +90,7 @@ class MCPServer:
             return await session.resources()
 
     async def instructions(self) -> str | None:
-        """What the server says of itself, for whoever uses it."""
+        """What the server says about itself to the programs that use it."""
         async with self.session() as session:
             return session.client.instructions
 
@@ -205,7 +205,7 @@ def _valid_names(tools: Tools) -> tuple[Tools, dict[str, str]]:
 
 
 def _text(result: CallToolResult) -> str:
-    """What an agent can read of a result; what it can't is named."""
+    """The text of a result; parts that are no text (images, sound) are only named."""
     parts = []
     for part in result.content:
         if part.type == "text":
@@ -220,7 +220,7 @@ def _text(result: CallToolResult) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first thing that went wrong: task groups wrap what they raise."""
+    """The first error inside `error`: task groups wrap what they raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__

@@ -20,7 +20,7 @@ from ..shared.errors import ConfigError
 
 
 class ToolResult(NamedTuple):
-    """What a call gave; an error is for the agent to read, and to learn from."""
+    """What a call returned. An error is text too: the agent reads it and can try something else."""
 
     text: str
     failed: bool = False
@@ -33,20 +33,21 @@ class ToolSession(Protocol):
     def tools(self) -> Tools: ...
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Raises only if no call can succeed any more, say because a server is gone."""
+        """Call a tool. It raises only if no later call can succeed, because its server is gone,
+        say."""
 
 
 class Toolkit(Protocol):
-    """Where the tools come from. Each rollout opens a session of its own."""
+    """A source of tools. Each rollout opens a session of its own."""
 
     def session(self) -> AbstractAsyncContextManager[ToolSession]: ...
 
     async def resources(self) -> Sequence[str]:
-        """Texts that tasks can be about, each with its name, for whoever makes up tasks."""
+        """Texts, by their names, that generated tasks can be about."""
 
 
 class FunctionTools:
-    """Python functions as tools: annotations make their parameters, the docstring tells of them.
+    """Python functions as tools: annotations give their parameters, the docstring describes them.
 
     Functions may be async; others run in a thread. What a function raises, the agent is told.
 

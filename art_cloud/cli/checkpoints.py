@@ -6,24 +6,27 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..clusters.command_line import reported
-from ..shared.errors import ConfigError, NotFoundError, UnreadableError
+from ..shared.errors import ConfigError, ConflictError, NotFoundError, UnreadableError
 from .options import (
     AsJson,
-    BestOption,
+    Best,
     ClusterOption,
-    ModelArgument,
-    StepOption,
+    DryRun,
+    MaybeModel,
+    Model,
+    Step,
     StoreOption,
-    ToOption,
+    To,
+    Yes,
     chosen,
     count,
+    group,
     open_for,
     size,
     steps_of,
@@ -34,19 +37,12 @@ if TYPE_CHECKING:
     from ..store.checkpoints import Checkpoints, Manifest
     from ..store.transfer import Watch
 
-checkpoints = typer.Typer(
-    help="Look after the steps of models: fetch, bring in, fork, thin out, check.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")]
+checkpoints = group("Look after the steps of models: fetch, bring in, fork, thin out, check.")
 
 
 @checkpoints.command("ls")
 def list_checkpoints(
-    model: Annotated[str | None, typer.Argument(metavar="[PROJECT/MODEL]")] = None,
+    model: MaybeModel = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -56,24 +52,24 @@ def list_checkpoints(
     from ..store.garbage import models
     from . import tables
 
-    with reported():
-        if model is None:
-            opened = open_for(store, cluster)
-            there = []
-            for name in models(opened):
-                try:
+    if model is None:
+        opened = open_for(store, cluster)
+        there = []
+        for name in models(opened):
+            try:
+                with suppress(ConflictError):  # it was deleted
                     if (newest := Checkpoints(opened, name).newest()) is not None:
                         there.append(newest)
-                except UnreadableError as error:
-                    typer.echo(f"Not shown: {name}. {error}", err=True)
-            if as_json:
-                typer.echo(json.dumps([_model_json(manifest) for manifest in there]))
-            elif there:
-                tables.print_models(there)
-            else:
-                typer.echo(f"{opened.url} has no models yet.")
-            return
-        found = steps_of(model, store, cluster).infos()
+            except UnreadableError as error:
+                typer.echo(f"Not shown: {name}. {error}", err=True)
+        if as_json:
+            typer.echo(json.dumps([_model_json(manifest) for manifest in there]))
+        elif there:
+            tables.print_models(there)
+        else:
+            typer.echo(f"{opened.url} has no models yet.")
+        return
+    found = steps_of(model, store, cluster).infos()
     if as_json:
         typer.echo(json.dumps([info.model_dump(mode="json") for info in found]))
     elif found:
@@ -84,19 +80,18 @@ def list_checkpoints(
 
 @checkpoints.command()
 def history(
-    model: ModelArgument,
+    model: Model,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, all metrics.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all metrics as CSV.")] = False,
 ) -> None:
     """Print the metrics of all steps that ever were, removed ones too."""
     from . import tables
 
-    with reported():
-        if as_json and as_csv:
-            raise ConfigError("Give --json or --csv, not both.")
-        rows = steps_of(model, store, cluster).history()
+    if as_json and as_csv:
+        raise ConfigError("Give --json or --csv, not both.")
+    rows = steps_of(model, store, cluster).history()
     if as_json:
         typer.echo(json.dumps(rows))
     elif as_csv:
@@ -112,12 +107,12 @@ def history(
 
 @checkpoints.command()
 def pull(
-    model: ModelArgument,
-    step: StepOption = None,
-    best: BestOption = None,
-    to: ToOption = None,
+    model: Model,
+    step: Step = None,
+    best: Best = None,
+    to: To = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what training goes on from: see `push`.")
+        bool, typer.Option("--all", help="Fetch its optimizer and manifest too.")
     ] = False,
     store: StoreOption = None,
     cluster: ClusterOption = None,
@@ -125,12 +120,11 @@ def pull(
     """Fetch the adapter of a step: a plain PEFT folder."""
     from ..store.adapters import pull as fetch
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        manifest = chosen(steps, step, best)
-        folder = to or Path(f"{manifest.model}-step-{manifest.step}")
-        with _moving(f"pull {manifest.policy}") as watch:
-            fetched = fetch(steps, manifest, folder, everything=everything, watch=watch)
+    steps = steps_of(model, store, cluster)
+    manifest = chosen(steps, step, best)
+    folder = to or Path(f"{manifest.model}-step-{manifest.step}")
+    with _moving(f"pull {manifest.policy}") as watch:
+        fetched = fetch(steps, manifest, folder, everything=everything, watch=watch)
     what = "with all that training goes on from" if everything else "a plain PEFT folder"
     typer.echo(f"{manifest.policy} is {'' if fetched else 'already '}in {folder}, {what}.")
     typer.echo(f"Serve it: {_vllm_command(manifest, folder / 'adapter' if everything else folder)}")
@@ -138,10 +132,10 @@ def pull(
 
 @checkpoints.command()
 def push(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
-    model: ModelArgument,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A plain PEFT folder.")],
+    model: Model,
     base_model: Annotated[
-        str | None, typer.Option(help="Default: what adapter_config.json says.")
+        str | None, typer.Option(help="Default: the one that adapter_config.json names.")
     ] = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
@@ -149,10 +143,9 @@ def push(
     """Begin a new model with a LoRA from elsewhere, and train it on."""
     from ..store.adapters import push as send
 
-    with reported():
-        steps = steps_of(model, store, cluster, create=True)
-        with _moving(f"push {model}") as watch:
-            made = send(steps, folder, base_model=base_model, watch=watch)
+    steps = steps_of(model, store, cluster, create=True)
+    with _moving(f"push {model}") as watch:
+        made = send(steps, folder, base_model=base_model, watch=watch)
     lora = made.lora
     arguments = f"rank={lora.rank}, alpha={lora.alpha}, target_modules={lora.target_modules!r}"
     typer.echo(
@@ -168,31 +161,43 @@ def push(
 
 @checkpoints.command("rm")
 def remove(
-    model: ModelArgument,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...")],
+    model: Model,
+    steps: Annotated[
+        list[int] | None, typer.Argument(metavar="STEP...", help="Their numbers.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete the model: its name stays taken.")
+    ] = False,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     yes: Yes = False,
 ) -> None:
     """Remove steps of a model for good. The newest stays; `gc` then frees the space."""
-    numbers = ", ".join(map(str, steps))
-    with reported():
-        kept = steps_of(model, store, cluster)
-        if not yes:
-            typer.confirm(f"Remove step {numbers} of {model}?", abort=True, err=True)
-        for step in steps:
-            kept.delete(step)
-    typer.echo(f"Removed step {numbers} of {model}.")
+    if bool(steps) == everything:
+        raise ConfigError("Give the numbers of steps, or --all.")
+    kept = steps_of(model, store, cluster)
+    what = "all steps" if everything else f"step {', '.join(map(str, steps or []))}"
+    if not yes:
+        typer.confirm(f"Remove {what} of {model} for good?", abort=True, err=True)
+    if everything:
+        kept.end()
+    for step in steps or []:
+        kept.delete(step)
+    typer.echo(f"Removed {what} of {model}.")
 
 
 @checkpoints.command()
 def prune(
-    model: ModelArgument,
-    keep_last: Annotated[int | None, typer.Option(min=1, help="So many of the newest.")] = None,
-    keep_best: Annotated[
-        str | None, typer.Option(metavar="METRIC", help="The step where this is highest.")
+    model: Model,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the newest N.")
     ] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, help="Steps 0, N, 2N, ...")] = None,
+    keep_best: Annotated[
+        str | None, typer.Option(metavar="METRIC", help="Keep the step where it is highest.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep steps 0, N, 2N, ...")
+    ] = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     dry_run: DryRun = False,
@@ -202,46 +207,46 @@ def prune(
     from ..store.checkpoints import ranges
     from ..store.retention import prune as thin_out
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        retention = _retention(steps, keep_last, keep_best, keep_every)
-        going = thin_out(steps, retention, dry_run=True)
-        if not going:
-            typer.echo(f"Every step of {model} is kept.")
-            return
-        numbers = ranges([info.step for info in going])
-        words = f"step {numbers} of {model} ({count(going, 'step')})"
-        if dry_run:
-            typer.echo(f"Would remove {words}.")
-            return
-        if not yes:
-            typer.confirm(f"Remove {words}?", abort=True, err=True)
-        thin_out(steps, retention)
+    steps = steps_of(model, store, cluster)
+    retention = _retention(steps, keep_last, keep_best, keep_every)
+    going = thin_out(steps, retention, dry_run=True)
+    if not going:
+        typer.echo(f"Every step of {model} is kept.")
+        return
+    numbers = ranges([info.step for info in going])
+    words = f"step {numbers} of {model} ({count(going, 'step')})"
+    if dry_run:
+        typer.echo(f"Would remove {words}.")
+        return
+    if not yes:
+        typer.confirm(f"Remove {words}?", abort=True, err=True)
+    thin_out(steps, retention)
     typer.echo(f"Removed {words}. `art-cloud checkpoints gc` frees the space.")
 
 
 @checkpoints.command()
 def fork(
-    model: ModelArgument,
-    to: Annotated[str, typer.Argument(metavar="NEW_PROJECT/NEW_MODEL")],
-    step: StepOption = None,
-    best: BestOption = None,
+    model: Model,
+    to: Annotated[
+        str, typer.Argument(metavar="NEW_PROJECT/NEW_MODEL", help="A name that is free.")
+    ],
+    step: Step = None,
+    best: Best = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Begin a new model at a step of another. Nothing is copied."""
     from ..shared.names import ModelName
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        begun = steps.fork(ModelName.parse(to), chosen(steps, step, best).step)
+    steps = steps_of(model, store, cluster)
+    begun = steps.fork(ModelName.parse(to), chosen(steps, step, best).step)
     typer.echo(f"{to} begins at step {begun.step} of {model}.")
 
 
 @checkpoints.command()
 def gc(
     older_than: Annotated[
-        str, typer.Option(help="Not used for so long. Below 24h only while nobody trains.")
+        str, typer.Option(help="Unused for so long. Less than 24h only while nobody trains.")
     ] = "24h",
     store: StoreOption = None,
     cluster: ClusterOption = None,
@@ -254,28 +259,25 @@ def gc(
     from ..shared.limits import parse_duration
     from ..store.garbage import collect_garbage, find_garbage, in_bytes
 
-    with reported():
-        opened = open_for(store, cluster)
-        age = timedelta(seconds=parse_duration(older_than))
-        garbage = find_garbage(opened, age)
-        if not garbage.blobs:
-            typer.echo(f"Nothing in {opened.url} has been unused for {older_than}.")
-            return
-        words = f"{count(garbage.blobs, 'blob')}, {size(in_bytes(garbage.blobs))}"
-        if dry_run:
-            typer.echo(f"Would remove {words} that no step needs from {opened.url}.")
-            return
-        if not yes:
-            typer.confirm(
-                f"Remove {words} that no step needs from {opened.url}?", abort=True, err=True
-            )
-        removed = collect_garbage(opened, garbage)
+    opened = open_for(store, cluster)
+    age = timedelta(seconds=parse_duration(older_than))
+    garbage = find_garbage(opened, age)
+    if not garbage.blobs:
+        typer.echo(f"Nothing in {opened.url} has been unused for {older_than}.")
+        return
+    words = f"{count(garbage.blobs, 'blob')}, {size(in_bytes(garbage.blobs))}"
+    if dry_run:
+        typer.echo(f"Would remove {words} that no step needs from {opened.url}.")
+        return
+    if not yes:
+        typer.confirm(f"Remove {words} that no step needs from {opened.url}?", abort=True, err=True)
+    removed = collect_garbage(opened, garbage)
     typer.echo(f"Removed {count(removed, 'blob')}, {size(in_bytes(removed))}.")
 
 
 @checkpoints.command()
 def verify(
-    model: Annotated[str | None, typer.Argument(metavar="[PROJECT/MODEL]")] = None,
+    model: MaybeModel = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -285,14 +287,13 @@ def verify(
     from ..store import garbage as upkeep
     from . import tables
 
-    with reported():
-        chosen_name = [ModelName.parse(model)] if model else None
-        opened = open_for(store, cluster)
-        names = chosen_name or upkeep.models(opened)
-        with _moving(f"verify {model or opened.url}") as watch:
-            read, damage = upkeep.verify(opened, names, watch)
-        if model and not read and not damage:
-            raise NotFoundError(f"{model} has no steps in {opened.url}.")
+    chosen_name = [ModelName.parse(model)] if model else None
+    opened = open_for(store, cluster)
+    names = chosen_name or upkeep.models(opened)
+    with _moving(f"verify {model or opened.url}") as watch:
+        read, damage = upkeep.verify(opened, names, watch)
+    if model and not read and not damage:
+        raise NotFoundError(f"{model} has no steps in {opened.url}.")
     if as_json:
         found = [
             {
@@ -320,9 +321,9 @@ def verify(
 
 @checkpoints.command()
 def presign(
-    model: ModelArgument,
-    step: StepOption = None,
-    best: BestOption = None,
+    model: Model,
+    step: Step = None,
+    best: Best = None,
     expires: Annotated[str, typer.Option(help="How long the URLs hold.")] = "1h",
     store: StoreOption = None,
     cluster: ClusterOption = None,
@@ -332,15 +333,14 @@ def presign(
     from ..shared.limits import parse_duration
     from ..store.adapters import ADAPTER
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        manifest = chosen(steps, step, best)
-        seconds = int(parse_duration(expires))
-        urls = {
-            path.removeprefix(ADAPTER): steps.store.presign(blob, seconds)
-            for path, blob in manifest.files.items()
-            if path.startswith(ADAPTER)
-        }
+    steps = steps_of(model, store, cluster)
+    manifest = chosen(steps, step, best)
+    seconds = int(parse_duration(expires))
+    urls = {
+        path.removeprefix(ADAPTER): steps.store.presign(blob, seconds)
+        for path, blob in manifest.files.items()
+        if path.startswith(ADAPTER)
+    }
     if as_json:
         typer.echo(json.dumps(urls))
         return
@@ -368,7 +368,7 @@ def _retention(
 
 @contextmanager
 def _moving(description: str) -> Iterator[Watch]:
-    """A bar of bytes for what is transferred in the block."""
+    """Show a progress bar of the bytes that are transferred in the block."""
     from ..shared.progress import progress
 
     with progress(description, in_bytes=True) as bar:
@@ -376,7 +376,8 @@ def _moving(description: str) -> Iterator[Watch]:
 
 
 def _vllm_command(manifest: Manifest, folder: Path) -> str:
-    """vLLM takes certain ranks only, and 16 unless it is told."""
+    """The command that serves the adapter by vLLM, which takes certain ranks only, and 16 unless
+    told."""
     rank = next((r for r in (16, 32, 64, 128, 256, 320, 512) if r >= manifest.lora.rank), 512)
     more = f" --max-lora-rank {rank}" if rank > 16 else ""
     return (

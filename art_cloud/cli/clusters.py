@@ -9,6 +9,7 @@ import typer
 
 from ..clusters.command_line import complain, provider_options, run
 from ..shared.errors import ArtCloudError
+from .options import AsJson, Engine, MaybeName, Name, ProviderOptions, Yes, group
 
 if TYPE_CHECKING:
     from ..clusters.fleet import ClusterStatus, Seen
@@ -17,30 +18,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-clusters = typer.Typer(rich_markup_mode=None)
+clusters = group()
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
-ProviderOptions = Annotated[
-    list[str] | None,
-    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the provider; may be repeated."),
-]
 WATCH_SECONDS = 1.0
 
 
 @clusters.command()
 def up(
-    provider: Annotated[str, typer.Argument(help="Where it runs.")] = "local",
-    name: Annotated[str | None, typer.Option(help="Default: art-USER-PROVIDER.")] = None,
+    provider: Annotated[
+        str, typer.Argument(help="local, ssh, modal, skypilot or your own.")
+    ] = "local",
+    name: Annotated[
+        str | None, typer.Option(help="Of the cluster. Default: art-USER-PROVIDER.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Base model to load at the start.")] = None,
-    store: Annotated[str | None, typer.Option(help="URL or folder where steps are kept.")] = None,
-    engine: Annotated[
-        Literal["transformers", "vllm"], typer.Option(help="What samples.")
-    ] = "transformers",
+    store: Annotated[str | None, typer.Option(help="Bucket or folder that keeps steps.")] = None,
+    engine: Engine = "transformers",
     durability: Annotated[
         Literal["sync", "async"],
-        typer.Option(help="When a step counts: once it is stored, or once it is served."),
+        typer.Option(help="A step counts once it is stored (sync) or once it is served (async)."),
     ] = "sync",
     lease: Annotated[
         str | None, typer.Option(help="End after so long without a client. Default: 10m.")
@@ -48,16 +44,22 @@ def up(
     idle: Annotated[
         str | None, typer.Option(help="End after so long without use: 90s, 15m (default), 2h.")
     ] = None,
-    budget: Annotated[float | None, typer.Option(help="US dollars that it may cost.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="US dollars that the cluster may cost.")
+    ] = None,
     deadline: Annotated[
         str | None, typer.Option(help="End by then: 6h after the launch, or 2026-12-24T18:00.")
     ] = None,
     max_hourly: Annotated[
         float | None, typer.Option(help="US dollars that an hour may cost.")
     ] = None,
-    serverless: Annotated[bool, typer.Option(help="On Modal: scale to zero.")] = False,
+    serverless: Annotated[
+        bool, typer.Option("--serverless", help="On Modal: scale to zero.")
+    ] = False,
     options: ProviderOptions = None,
-    show_token: Annotated[bool, typer.Option(help="Print the server's token.")] = False,
+    show_token: Annotated[
+        bool, typer.Option("--show-token", help="Print the server's token.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start a cluster and leave it running."""
@@ -104,14 +106,14 @@ def up(
 
 @clusters.command()
 def status(
-    name: Annotated[str | None, typer.Argument()] = None,
+    name: MaybeName = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
     timeline: Annotated[
-        bool, typer.Option(help="Show what starting it took, phase by phase.")
+        bool, typer.Option("--timeline", help="Show how long each phase of its start took.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what runs, what it costs and when it ends. To look renews no lease."""
+    """Show what runs, what it costs and when it ends. Looking renews no lease."""
     from ..clusters import fleet
     from . import screens
 
@@ -149,9 +151,9 @@ def logs(
 @clusters.command()
 def tunnel(
     name: Name,
-    port: Annotated[int, typer.Option(help="Of this machine. Default: a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="On this machine. 0: a free one.")] = 0,
 ) -> None:
-    """Keep a port of this machine that leads to a cluster's server, for other programs."""
+    """Open a port of this machine that leads to a cluster's server."""
     from ..clusters import fleet
 
     async def keep() -> None:
@@ -171,7 +173,7 @@ def tunnel(
 def ssh(
     name: Name,
     command: Annotated[
-        list[str] | None, typer.Argument(help="What runs there. Default: a shell.")
+        list[str] | None, typer.Argument(help="The command to run there. Default: a shell.")
     ] = None,
 ) -> None:
     """Log in to the machine of a cluster, or run a command there."""
@@ -185,10 +187,12 @@ def ssh(
 
 @clusters.command()
 def down(
-    name: Annotated[str | None, typer.Argument()] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every cluster of yours.")] = False,
+    name: MaybeName = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="End every cluster that was started from here.")
+    ] = False,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Only strike it off: its machine is gone for good.")
+        bool, typer.Option("--forget", help="Only delete its record: its machine is gone for good.")
     ] = False,
     yes: Yes = False,
     as_json: AsJson = False,
@@ -232,7 +236,8 @@ def down(
 
 
 def _recorded(*, ask: bool) -> dict[str, Seen]:
-    """The clusters that were started from here; others are named, and stay."""
+    """The clusters that were started from here, once the user agrees. Others are named, and
+    stay."""
     from ..clusters import fleet
     from ..clusters.registry import Registry
 
@@ -253,7 +258,8 @@ def _recorded(*, ask: bool) -> dict[str, Seen]:
 
 
 def _strangers(name: str, forget: bool, yes: bool) -> Seen:
-    """What others started under the name, once a person has seen it; none if it is recorded."""
+    """What others started under the name, once the user agrees to end it; nothing if the name is
+    recorded here."""
     from ..clusters import fleet
 
     found = [] if forget else run(fleet.not_recorded(name))
@@ -266,7 +272,7 @@ def _strangers(name: str, forget: bool, yes: bool) -> Seen:
 
 @clusters.command()
 def sweep(yes: Yes = False, as_json: AsJson = False) -> None:
-    """Find all that is ours at every provider, recorded or not, and end what nobody leases."""
+    """Find what runs at every provider, recorded or not, and end what has no lease."""
     from ..clusters import sweep as sweeping
     from . import screens
 
@@ -301,10 +307,10 @@ def sweep(yes: Yes = False, as_json: AsJson = False) -> None:
 
 @clusters.command()
 def offers(
-    provider: Annotated[str | None, typer.Argument(help="Default: all.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="H100, A100:2, ...")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="That may be taken away any time.")] = False,
-    hours: Annotated[float, typer.Option(min=0, help="That a run takes.")] = 1.0,
+    provider: Annotated[str | None, typer.Argument(help="Default: all of them.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Machines with it: H100, A100:2, ...")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
+    hours: Annotated[float, typer.Option(min=0, help="How long a run takes.")] = 1.0,
     options: ProviderOptions = None,
     as_json: AsJson = False,
 ) -> None:
@@ -342,7 +348,7 @@ def offers(
 
 @clusters.command()
 def receipts(as_json: AsJson = False) -> None:
-    """List what the clusters that have ended did cost."""
+    """List the clusters that have ended, and what they cost."""
     from ..clusters.registry import Registry
     from . import screens
 
@@ -359,7 +365,8 @@ def receipts(as_json: AsJson = False) -> None:
 
 
 def _expected(ended: object) -> ArtCloudError | None:
-    """The failures that a user can do something about; any other is a bug, and raised."""
+    """The result if it is an ArtCloudError, which a user can do something about. Any other
+    exception is a bug, and raised."""
     if isinstance(ended, BaseException) and not isinstance(ended, ArtCloudError):
         raise ended
     return ended if isinstance(ended, ArtCloudError) else None

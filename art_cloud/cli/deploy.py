@@ -8,59 +8,45 @@ from typing import Annotated
 
 import typer
 
-from ..clusters.command_line import reported
-from .options import (
-    BestOption,
-    ClusterOption,
-    ModelArgument,
-    StepOption,
-    StoreOption,
-    ToOption,
-    chosen,
-    steps_of,
-)
+from .options import Best, ClusterOption, Model, Step, StoreOption, To, chosen, group, steps_of
 
-deploy = typer.Typer(
-    help="Hand an adapter on: a repository for the Hugging Face hub, Together AI.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-BaseModelOption = Annotated[
-    str | None, typer.Option(metavar="OWNER/NAME", help="Its name there, if it has another.")
+deploy = group("Hand an adapter on: a repository for the Hugging Face hub, Together AI.")
+BaseModel = Annotated[
+    str | None,
+    typer.Option(metavar="OWNER/NAME", help="The base model's name there, if it has another."),
 ]
 
 
 @deploy.command()
 def hub(
-    model: ModelArgument,
-    step: StepOption = None,
-    best: BestOption = None,
-    to: ToOption = None,
-    base_model: BaseModelOption = None,
+    model: Model,
+    step: Step = None,
+    best: Best = None,
+    to: To = None,
+    base_model: BaseModel = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Write a repository for the Hugging Face hub: the adapter and its model card."""
     from ..store.deploy import hub_folder
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        manifest = chosen(steps, step, best)
-        folder = to or Path(f"{manifest.model}-step-{manifest.step}-hub")
-        hub_folder(steps, manifest, folder, base_model=base_model)
+    steps = steps_of(model, store, cluster)
+    manifest = chosen(steps, step, best)
+    folder = to or Path(f"{manifest.model}-step-{manifest.step}-hub")
+    hub_folder(steps, manifest, folder, base_model=base_model)
     typer.echo(f"{manifest.policy} is in {folder}, with a model card: look at {folder}/README.md.")
     typer.echo(f"Upload it: hf upload OWNER/{manifest.model} {shlex.quote(str(folder))}")
 
 
 @deploy.command()
 def together(
-    model: ModelArgument,
-    step: StepOption = None,
-    best: BestOption = None,
-    base_model: BaseModelOption = None,
+    model: Model,
+    step: Step = None,
+    best: Best = None,
+    base_model: BaseModel = None,
     source: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A repository on the hub. Default: from the S3 store."),
+        typer.Option(metavar="URL", help="A repository on the hub. Default: URLs of the S3 store."),
     ] = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
@@ -68,8 +54,7 @@ def together(
     """Have Together AI fetch the adapter of a step. Needs TOGETHER_API_KEY."""
     from ..store.deploy import together as upload
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        manifest = chosen(steps, step, best)
-        job = upload(steps, manifest, base_model=base_model, source=source)
+    steps = steps_of(model, store, cluster)
+    manifest = chosen(steps, step, best)
+    job = upload(steps, manifest, base_model=base_model, source=source)
     typer.echo(f"Together fetches {manifest.policy} as {job.model_name}, by its job {job.job_id}.")

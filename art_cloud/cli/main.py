@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,16 +17,10 @@ from ..shared.version import __version__
 from .checkpoints import checkpoints
 from .clusters import clusters
 from .deploy import deploy
-from .options import AsJson
+from .options import AsJson, Commands, Engine, group
 from .trajectories import trajectories
 
-app = typer.Typer(
-    help=__doc__.splitlines()[0].partition(": ")[2].capitalize(),
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's help would take longer to import than all else together
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+app = group(__doc__.splitlines()[0].partition(": ")[2].capitalize(), Commands)
 app.add_typer(clusters)
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(trajectories, name="trajectories")
@@ -51,14 +45,12 @@ def _root(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Of GRPO.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps of GRPO.")] = 40,
     control: Annotated[
-        bool, typer.Option(help="Train a second model on permuted rewards: it must not learn.")
+        bool, typer.Option("--control", help="Train a copy on permuted rewards: it must not learn.")
     ] = False,
-    engine: Annotated[
-        Literal["transformers", "vllm"], typer.Option(help="What samples.")
-    ] = "transformers",
-    plot: Annotated[Path, typer.Option(help="Where the PNG goes.")] = Path("tic-tac-toe.png"),
+    engine: Engine = "transformers",
+    plot: Annotated[Path, typer.Option(help="Write the picture there.")] = Path("tic-tac-toe.png"),
     as_json: AsJson = False,
 ) -> None:
     """Train an agent to play tic-tac-toe on this machine."""
@@ -81,22 +73,32 @@ def auto(
     description: Annotated[str, typer.Argument(help="What the agent should do.")],
     base_model: Annotated[str, typer.Option(help="Name or folder of the model to train.")],
     judge: Annotated[str, typer.Option(help="A model at OPENAI_BASE_URL, with OPENAI_API_KEY.")],
-    generator: Annotated[str | None, typer.Option(help="Writes the tasks. Default: judge.")] = None,
-    tools: Annotated[Path | None, typer.Option(help="Python file: its functions.")] = None,
-    mcp: Annotated[str | None, typer.Option(help="URL or command of an MCP server.")] = None,
-    scenarios: Annotated[Path | None, typer.Option(help="Default: MODEL.jsonl here.")] = None,
-    count: Annotated[int, typer.Option(min=2, help="Tasks to write.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Of GRPO, in all.")] = 10,
-    learning_rate: Annotated[float, typer.Option(min=0)] = 1e-5,
-    max_turns: Annotated[int, typer.Option(min=1, help="Answers of one attempt.")] = 10,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 1024,
-    model: Annotated[str | None, typer.Option(metavar="PROJECT/MODEL")] = None,
+    generator: Annotated[
+        str | None, typer.Option(help="The model that writes the tasks. Default: the judge.")
+    ] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="A Python file whose functions are tools.")
+    ] = None,
+    mcp: Annotated[str | None, typer.Option(help="The URL or command of an MCP server.")] = None,
+    scenarios: Annotated[
+        Path | None, typer.Option(help="The file of tasks. Default: MODEL.jsonl.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=2, help="How many tasks to write.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps of GRPO, in all.")] = 10,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of every step.")] = 1e-5,
+    max_turns: Annotated[
+        int, typer.Option(min=1, help="How many answers an attempt may take.")
+    ] = 10,
+    max_tokens: Annotated[int, typer.Option(min=1, help="How long each answer may be.")] = 1024,
+    model: Annotated[
+        str | None, typer.Option(metavar="PROJECT/MODEL", help="Default: by the description.")
+    ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Cluster to train on. Default: a local one for this run.")
+        str | None, typer.Option(help="The cluster to train on. Default: a local one for this run.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train an agent from a description: tasks, rewards and evaluation by other models."""
+    """Train an agent from a description; other models write its tasks and judge it."""
     from rich.console import Console
 
     from ..clusters import up as cluster
@@ -134,10 +136,10 @@ def auto(
 
 @app.command()
 def doctor(
-    store: Annotated[str | None, typer.Option(help="A store to look at, too.")] = None,
+    store: Annotated[str | None, typer.Option(help="A store to check as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at all that is set up here, and say how to cure what is not well."""
+    """Check all that is set up here, and say how to cure what is wrong."""
     from ..clusters.doctor import examine
 
     colors = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "broken": typer.colors.RED}

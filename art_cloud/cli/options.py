@@ -1,34 +1,78 @@
-"""What commands about a store have in common: their options, and how they find it."""
+"""The arguments and options that several commands share, and how a command finds its store."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
+from ..clusters.command_line import reported
 from ..shared.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from ..store.base import Store
     from ..store.checkpoints import Checkpoints, Manifest
 
-ModelArgument = Annotated[str, typer.Argument(metavar="PROJECT/MODEL")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")]
+MaybeName = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="A cluster, as `status` shows it.")
+]
+Model = Annotated[
+    str, typer.Argument(metavar="PROJECT/MODEL", help="A model, as `checkpoints ls` shows it.")
+]
+MaybeModel = Annotated[
+    str | None, typer.Argument(metavar="PROJECT/MODEL", help="Default: all models of the store.")
+]
 StoreOption = Annotated[
-    str | None, typer.Option(help="URL or folder. Default: the store of local clusters.")
+    str | None,
+    typer.Option(
+        metavar="URL", help="A bucket or a folder. Default: the folder of local clusters."
+    ),
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option("--name", help="The store of this cluster instead.")
+    str | None, typer.Option("--name", metavar="NAME", help="The store of this cluster instead.")
 ]
-StepOption = Annotated[int | None, typer.Option(min=0, help="Default: the newest.")]
-BestOption = Annotated[
-    str | None, typer.Option(metavar="METRIC", help="The step where this is highest.")
+Step = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="Which step. Default: the newest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
-ToOption = Annotated[
+Best = Annotated[
+    str | None, typer.Option(metavar="METRIC", help="The step where this metric is highest.")
+]
+To = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Default: one named after what it holds.")
 ]
+Engine = Annotated[Literal["transformers", "vllm"], typer.Option(help="The engine that samples.")]
+ProviderOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", metavar="KEY=VALUE", help="An option of the provider; may be repeated."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+
+
+class Commands(TyperGroup):
+    """The commands of `art-cloud`: an ArtCloudError of theirs becomes a message and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with reported():
+            return super().invoke(ctx)
+
+
+def group(help: str | None = None, cls: type[TyperGroup] = TyperGroup) -> typer.Typer:
+    return typer.Typer(
+        cls=cls,
+        help=help,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich's help would take longer to import than all else together
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
 
 
 def open_for(url: str | None, cluster: str | None, *, create: bool = False) -> Store:
@@ -63,7 +107,7 @@ def steps_of(
 
 
 def chosen(steps: Checkpoints, step: int | None, metric: str | None) -> Manifest:
-    """The step that was asked for; the newest by default."""
+    """The step that `--step` or `--best` names; the newest by default."""
     from ..store.checkpoints import best
 
     if step is not None and metric is not None:

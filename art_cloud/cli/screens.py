@@ -1,4 +1,4 @@
-"""What `art-cloud status` and its like show, on standard output."""
+"""The screens of `art-cloud status`, `offers`, `receipts` and `sweep`, on standard output."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _left(clock: Clock) -> str:
 
 
 def _next_end(clocks: Sequence[Clock]) -> str:
-    """Of the clocks that count seconds."""
+    """The clock that will end the server first, among those that count seconds."""
     counting = [clock for clock in clocks if clock.unit == "s"]
     if not counting:
         return ""

@@ -22,7 +22,7 @@ from ..store.garbage import Damage
 from ..store.trajectories import TrajectoryFile
 
 WIDE = 2000
-"""Columns: more than any line has."""
+"""A width in columns that no line reaches."""
 
 
 def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
@@ -44,7 +44,7 @@ def print_checkpoints(found: Sequence[CheckpointInfo]) -> None:
 
 
 def print_history(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A few of the metrics: rewards and losses."""
+    """Print a row for each step with its rewards and losses."""
     names = sorted({name for row in rows for name in row} - {"step", "kind", "created_at"})
     shown = [name for name in names if name in ("loss", "reward") or name.endswith("/reward")]
     print_table(
@@ -112,7 +112,7 @@ class _Rows:
 
 
 def output() -> Console:
-    """Standard output; what goes to a file or another program is as wide as it needs to be."""
+    """A console on standard output. In a file or a pipe, lines are as wide as they need to be."""
     is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=WIDE if is_wide else None)
 

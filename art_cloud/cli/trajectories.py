@@ -8,20 +8,15 @@ from typing import Annotated
 
 import typer
 
-from ..clusters.command_line import reported
 from ..shared.errors import NotFoundError
-from .options import AsJson, ClusterOption, ModelArgument, StoreOption, ToOption, count, steps_of
+from .options import AsJson, ClusterOption, Model, StoreOption, To, count, group, steps_of
 
-trajectories = typer.Typer(
-    help="What models were trained on and evaluated with, as Parquet.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+trajectories = group("Read what models were trained on and evaluated with, as Parquet.")
 
 
 @trajectories.command("ls")
 def list_trajectories(
-    model: ModelArgument,
+    model: Model,
     store: StoreOption = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -30,9 +25,8 @@ def list_trajectories(
     from ..store.trajectories import files
     from . import tables
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        found = files(steps)
+    steps = steps_of(model, store, cluster)
+    found = files(steps)
     if as_json:
         typer.echo(json.dumps([{"split": f.split, "step": f.step, "key": f.key} for f in found]))
     elif found:
@@ -43,9 +37,9 @@ def list_trajectories(
 
 @trajectories.command("pull")
 def pull_trajectories(
-    model: ModelArgument,
-    to: ToOption = None,
-    split: Annotated[str | None, typer.Option(help="Only of this split: train, val, ...")] = None,
+    model: Model,
+    to: To = None,
+    split: Annotated[str | None, typer.Option(help="Only this split: train, val, ...")] = None,
     store: StoreOption = None,
     cluster: ClusterOption = None,
 ) -> None:
@@ -53,16 +47,14 @@ def pull_trajectories(
     from ..store.trajectories import files
     from ..store.trajectories import pull as fetch
 
-    with reported():
-        steps = steps_of(model, store, cluster)
-        folder = to or Path(f"{steps.name.model}-trajectories")
-        wanted = [one for one in files(steps) if split in (None, one.split)]
-        if not wanted:
-            raise NotFoundError(
-                f"{model} has no trajectories {f'of {split} ' if split else ''}in "
-                f"{steps.store.url}."
-            )
-        fetched = fetch(steps, wanted, folder)
+    steps = steps_of(model, store, cluster)
+    folder = to or Path(f"{steps.name.model}-trajectories")
+    wanted = [one for one in files(steps) if split in (None, one.split)]
+    if not wanted:
+        raise NotFoundError(
+            f"{model} has no trajectories {f'of {split} ' if split else ''}in {steps.store.url}."
+        )
+    fetched = fetch(steps, wanted, folder)
     columns = "split, step, count(*) AS n, avg(reward) AS reward"
     sql = f"SELECT {columns} FROM '{folder}/*/*.parquet' GROUP BY ALL ORDER BY ALL"  # noqa: S608
     typer.echo(

@@ -30,9 +30,9 @@ from ..shared.validation import complaint
 from .http import ServerClient, error_of, parse, path_of
 
 RESUBMISSIONS = 10
-"""How often a call is sent again to a server that was replaced and does not know it."""
+"""How often a call is sent again to servers that replaced the one that knew it."""
 ASK_SECONDS = 0.2
-"""Between two questions whether a step is durable by now."""
+"""How long to wait between two questions whether a step is durable."""
 
 CheckpointList = RootModel[list[CheckpointInfo]]
 
@@ -47,7 +47,7 @@ class _Call:
 
 
 class Calls:
-    """Runs the calls of one client at `server`."""
+    """Makes the calls of one client that count once."""
 
     def __init__(self, server: ServerClient) -> None:
         self._server = server
@@ -55,7 +55,7 @@ class Calls:
         self._kept: dict[ModelName, list[_Call]] = defaultdict(list)
 
     async def register(self, name: ModelName, request: RegisterRequest) -> StepResult:
-        """Have the server load the model, or begin it; then hand it what it lacks."""
+        """Have the server load the model, or begin it; then send it the calls that it lacks."""
         with progress(f"register {name.model}") as bar:
             result = await self._register(self._server, name, request, bar)
         self._registered[name] = request
@@ -64,7 +64,7 @@ class Calls:
     async def make_step(
         self, name: ModelName, kind: str, content: BaseModel | bytes, description: str
     ) -> StepResult:
-        """Have the server do it, show how far it is, and return what came of it."""
+        """Send a call that makes a step, show its progress, and return its result."""
         call = _Call("POST", f"{path_of(name)}/{kind}", content)
         with progress(description) as bar:
             try:
@@ -93,7 +93,8 @@ class Calls:
         for attempt in count(1):
             try:
                 await self._release_durable(name)
-                return await self._run(self._server, call, bar)
+                after = self._kept[name][-1].id if self._kept[name] else None
+                return await self._run(self._server, call, bar, after)
             except NotFoundError:
                 if attempt == RESUBMISSIONS or name not in self._registered:
                     raise
@@ -101,7 +102,8 @@ class Calls:
         raise AssertionError
 
     async def go_on_at(self, server: ServerClient) -> None:
-        """Prepare another server, to which the calls of this client will go from now on."""
+        """Hand the models and kept calls of this client to another server, which its calls will go
+        to from now on."""
         for name, request in self._registered.items():
             with progress(f"register {name.model}") as bar:
                 await self._register(server, name, request, bar)
@@ -117,13 +119,16 @@ class Calls:
                 say(f"{policies}: not known to be in the store: {error}")
                 kept.clear()
 
-    async def _run(self, server: ServerClient, call: _Call, bar: Bar) -> StepResult:
-        """What came of a call's job, at its end.
+    async def _run(
+        self, server: ServerClient, call: _Call, bar: Bar, after: str | None = None
+    ) -> StepResult:
+        """Send a call, follow its job to the end, and return its result.
 
         Raises:
-            NotFoundError: the server does not know the model or, any more, the job.
+            NotFoundError: the server does not know the model, the call `after` which this one
+                comes or, any more, the job.
         """
-        sent = await server.call(call.method, call.path, call.content, call_id=call.id)
+        sent = await server.call(call.method, call.path, call.content, call_id=call.id, after=after)
         job = parse(JobInfo, sent)
         async for event in server.events(job.id):
             _show(bar, event)
@@ -144,7 +149,7 @@ class Calls:
     async def _replay(
         self, server: ServerClient, name: ModelName, found: StepResult, bar: Bar
     ) -> StepResult:
-        """Make those of the kept calls count that the server, which is at `found`, lacks."""
+        """Send again the kept calls that the server, whose newest step is `found`, lacks."""
         listed = await server.call("GET", f"{path_of(name)}/checkpoints")
         there = {info.call_id for info in parse(CheckpointList, listed).root}
         lacking = [call for call in self._kept[name] if call.id not in there]
@@ -176,7 +181,7 @@ class Calls:
                 self._kept[name].remove(call)
 
     async def _see_durable(self, name: ModelName) -> None:
-        """Ask once more; raise why it won't be."""
+        """Ask once more whether the steps are durable; raise the error of one that won't be."""
         try:
             await self._release_durable(name)
             if kept := self._kept[name]:
@@ -194,7 +199,7 @@ class Calls:
 
 
 def _result(last: JobEvent) -> StepResult:
-    """What a job's last event says: its result, or why there is none."""
+    """The result in a job's last event; an event that the job failed is raised."""
     try:
         if last.type == "failed":
             raise error_of(ErrorBody.model_validate(last.data))
@@ -207,7 +212,7 @@ def _result(last: JobEvent) -> StepResult:
 
 
 def _show(bar: Bar, event: JobEvent) -> None:
-    """`progress` events carry `phase`, `done` of `total`, and perhaps `metrics`."""
+    """Show a `progress` event, which carries `phase`, `done` of `total`, and perhaps `metrics`."""
     data = event.data
     if "warning" in data:
         say_once(str(data["warning"]))

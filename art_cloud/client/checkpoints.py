@@ -20,7 +20,7 @@ History = RootModel[list[dict[str, Any]]]
 
 
 class Named(Protocol):
-    """A model, as far as its name goes."""
+    """Anything that has a project and a name."""
 
     @property
     def full_name(self) -> ModelName: ...
@@ -34,12 +34,12 @@ class ModelCheckpoints:
         self._name = name
 
     async def list(self) -> Sequence[CheckpointInfo]:
-        """All that are kept, the oldest first."""
+        """List the steps that are kept, the oldest first."""
         content = await self._server.call("GET", f"{path_of(self._name)}/checkpoints")
         return parse(CheckpointList, content).root
 
     async def best(self, metric: str = "val/reward") -> CheckpointInfo:
-        """The one where `metric` is highest; of several, the newest.
+        """The step where `metric` is highest; of equals, the newest.
 
         Raises:
             NotFoundError: none has that metric.
@@ -47,7 +47,7 @@ class ModelCheckpoints:
         return best(await self.list(), metric)
 
     async def history(self) -> builtins.list[dict[str, Any]]:
-        """What `model.history` does."""
+        """A row for each step that ever was, as `model.history` returns it."""
         content = await self._server.call("GET", f"{path_of(self._name)}/history")
         return parse(History, content).root
 

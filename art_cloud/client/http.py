@@ -22,7 +22,7 @@ from ..shared.errors import (
 )
 from ..shared.names import ModelName
 from ..shared.progress import say
-from ..shared.protocol import CALL_ID, VERSION, ErrorBody, JobEvent
+from ..shared.protocol import AFTER, CALL_ID, VERSION, ErrorBody, JobEvent
 from ..shared.validation import check_url, complaint, is_loopback
 from ..shared.version import __version__
 
@@ -35,7 +35,7 @@ NOT_DELIVERED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 class Address(NamedTuple):
-    """Of a server: neither is ever used with that of another one."""
+    """The URL and the token of one server. Neither is ever used with that of another server."""
 
     url: str
     token: str
@@ -82,7 +82,8 @@ class Patience:
 
 
 Recover = Callable[[], Awaitable[bool]]
-"""Asked while a server can't be reached: is there one again? May raise why there won't be."""
+"""A callback for when the server can't be reached: True if there is a server again. It raises if
+there won't be one."""
 
 
 class ServerClient:
@@ -119,7 +120,7 @@ class ServerClient:
         return self.address.url
 
     def move(self, to: Address) -> None:
-        """To another server: calls under way go on there."""
+        """Send calls to another server from now on, those under way included."""
         self.address = Address(to.url.rstrip("/"), to.token)
         self._client.base_url = httpx.URL(f"{self.address.url}/art/v1/")
 
@@ -133,9 +134,10 @@ class ServerClient:
         content: BaseModel | bytes | None = None,
         *,
         call_id: str | None = None,
+        after: str | None = None,
         repeatable: bool = True,
     ) -> bytes:
-        """Return the body of the answer.
+        """Make one request and return the body of the answer.
 
         A call that was not delivered is tried again; one that may have been, if `repeatable`.
 
@@ -146,7 +148,7 @@ class ServerClient:
         """
         self._check_open()
         body = content.model_dump_json().encode() if isinstance(content, BaseModel) else content
-        headers = {} if call_id is None else {CALL_ID: call_id}
+        headers = {name: id_ for name, id_ in ((CALL_ID, call_id), (AFTER, after)) if id_}
         patience = Patience(f"{method} {self.url}", self.patience)
         while True:
             token = self.address.token
@@ -172,7 +174,7 @@ class ServerClient:
                 await self._wait(patience, error)
 
     async def events(self, job: str) -> AsyncIterator[JobEvent]:
-        """The job's events from the first to the last, over as many connections as it takes.
+        """The events of a job from the first to the last, over as many connections as it takes.
 
         Raises:
             NotFoundError: the server does not know the job (any more).
@@ -239,7 +241,7 @@ def _event(data: str) -> JobEvent:
 
 
 def failure_of(response: httpx.Response) -> ArtCloudError | None:
-    """The error that `response` (read already) stands for, if it is one."""
+    """The error that `response` (which was read already) stands for; None if it is a success."""
     if response.is_success:
         return None
     if response.status_code == AuthError.status and VERSION not in response.headers:
@@ -259,13 +261,14 @@ def failure_of(response: httpx.Response) -> ArtCloudError | None:
 
 
 def error_of(body: ErrorBody, status: int = 500) -> ArtCloudError:
-    """The exception that the server meant."""
+    """The exception of the class that the server named."""
     fallback = ServerError if status >= 500 else InvalidRequestError
     return BY_CODE.get(body.code or "", fallback)(body.message)
 
 
 def _foreign(response: httpx.Response) -> ServerError:
-    """An answer that art-server would not give: a proxy's page, or another program's."""
+    """The error for an answer that did not come from art-server: a proxy's page, or another
+    program's."""
     kind = response.headers.get("content-type", "no content type")
     start = " ".join(response.text.split())[:120]
     if response.status_code in GATEWAY_STATUSES:
@@ -285,7 +288,7 @@ def path_of(name: ModelName) -> str:
 
 
 def parse(schema: type[B], content: bytes) -> B:
-    """What the server answered, as `schema`.
+    """Parse the server's answer as `schema`.
 
     Raises:
         ServerError: it is something else.

@@ -13,24 +13,26 @@ from typing import Any
 import openai
 
 from ..links.relay import REFUSED
+from ..shared.errors import ConfigError
 from ..shared.protocol import VERSION
 from .http import GATEWAY_STATUSES, Address
 
 _httpx: Any = sys.modules[type(openai.DEFAULT_CONNECTION_LIMITS).__module__.partition(".")[0]]
-"""The httpx that openai is built on."""
+"""The httpx module that the installed openai package is built on."""
 
 BROKEN = (_httpx.NetworkError, _httpx.RemoteProtocolError, _httpx.ConnectTimeout)
 NOT_FOUND = 404
 """The status of a server that was started again and has not been told of the model yet."""
 REPEATS = 5
-"""How often one request is sent again: a request that ends its server should not end ten."""
+"""How often a request is sent again after its connection broke: it may be what ends the server."""
 
 UNAUTHORIZED = 401
-"""What a server says that replaced another one, of a request that waited for it with the token of
-that one."""
+"""The status of a server that took the place of another, for a request that still has the other's
+token."""
 
 Back = Callable[[], Awaitable[Address]]
-"""Waits until the server answers; returns where, and its token. Raises if it does not come back."""
+"""A callback that waits until the server answers, and returns its address and token. It raises if
+no server comes back."""
 
 
 def http_client(
@@ -51,6 +53,12 @@ class Patient(openai.DefaultAsyncHttpxClient):
         self._back = back
 
     async def send(self, request: Any, **options: Any) -> Any:
+        if self.is_closed:
+            raise ConfigError(
+                "The backend that this client belongs to was closed, at the end of its `async "
+                "with` block or by close(). Open one, register the model with it, and ask "
+                "model.openai_client() for a client again."
+            )
         for repeat in range(REPEATS + 1):
             try:
                 response = await super().send(request, **options)
@@ -73,13 +81,14 @@ class Patient(openai.DefaultAsyncHttpxClient):
 
 
 def _undelivered(response: Any) -> bool:
-    """Whether a tunnel or a proxy answered in the server's place."""
+    """Whether a tunnel or a proxy answered, so that the server never got the request."""
     proxied = response.status_code in GATEWAY_STATUSES and VERSION not in response.headers
     return REFUSED in response.headers or proxied
 
 
 class _Stream(_httpx.AsyncByteStream):  # type: ignore[misc]
-    """An answer on its way: what of it has come can't be taken back, so it is not repeated."""
+    """The body of an answer while it is streamed. Its request is not repeated: the caller has read
+    a part already."""
 
     def __init__(self, stream: Any, request: Any) -> None:
         self._stream = stream

@@ -24,23 +24,26 @@ from .registry import ClusterRecord, Registry, Use
 log = logging.getLogger(__name__)
 
 PING_SECONDS = 30.0
-"""Far below the shortest lease or idle limit that makes sense."""
+"""How often the lease is renewed: far below the shortest lease or idle limit that makes sense."""
 STUCK_SECONDS = 3.0
-"""A script whose event loop does nothing for so long is stuck: its tunnel is of no use then."""
+"""A script whose event loop runs nothing for so long counts as stuck: its tunnel does not work
+then."""
 LONGEST_STUCK_SECONDS = 3600.0
-"""How long a script that is stuck is taken for a client. A debugger may stand all night."""
+"""How long a stuck script still counts as a client: a debugger may stand at a breakpoint all night.
+"""
 LAST_WORDS_SECONDS = 5.0
 PATIENCE_SECONDS = 90.0
 WAKING_SECONDS = 1200.0
 """How long a server that scales to zero may take to answer: a machine, weights, an engine."""
 LOGIN_SECONDS = 5.0
-"""A call that waits longer for its tunnel has its provider asked whether the machine exists."""
+"""After a call has waited so long for its tunnel, the provider is asked whether the machine exists.
+"""
 CHECK_SECONDS = 3.0
-"""How often it is asked whether a server that does not answer still exists."""
+"""How often the provider is asked whether a server that does not answer still exists."""
 
 Replace = Callable[[], Awaitable[tuple[Endpoint, str] | None]]
-"""Start another server if the cluster's is gone, and return where it listens and its token; None
-while the old one exists. Raises why there won't be another."""
+"""A callback that starts another server if the cluster's is gone, and returns where it listens and
+its token. It returns None while the old server exists, and raises if there won't be another."""
 
 
 class AttachedBackend(Backend):
@@ -60,7 +63,7 @@ class AttachedBackend(Backend):
         super().__init__(endpoint.url, token, patience=patience, headers=endpoint.plain_headers)
         self._endpoint = endpoint
         self._seen: datetime | None = None
-        """When the server was started that knows the models of this program; None: unknown."""
+        """When that server was started that knows the models of this program; None: unknown."""
         self._replace = replace
         self._replacing = asyncio.Lock()
         self._replaced = 0
@@ -70,7 +73,7 @@ class AttachedBackend(Backend):
         self._record = record
         self._use = Use(record.name) if record else None
         self._credentials: tuple[datetime, datetime] | None = None
-        """Until when the server's hold, and when that was seen first."""
+        """When the server's credentials for the store end, and when this end was first seen."""
 
     async def __aenter__(self) -> AttachedBackend:
         await self._take(self._endpoint, self._token)
@@ -123,16 +126,16 @@ class AttachedBackend(Backend):
         spec = self._record.spec if self._record else None
         if spec is None or spec.launched_at is None or not spec.price_per_hour:
             return {}
-        hours = (datetime.now(UTC) - spec.launched_at).total_seconds() / 3600
-        return {"cost/usd": hours * spec.price_per_hour, "cost/usd_per_hour": spec.price_per_hour}
+        spent = spec.spent_seconds / 3600 * spec.price_per_hour
+        return {"cost/usd": spent, "cost/usd_per_hour": spec.price_per_hour}
 
     async def sample_a_token(self, base_model: str) -> None:
-        """Have the engine show that it answers, all the way to here."""
+        """Sample one token, which shows that the engine answers all the way to this program."""
         body = json.dumps({"model": base_model, "prompt": "1", "max_tokens": 1})
         await self._server.call("POST", f"{self.url}/v1/completions", body.encode())
 
     async def _renew(self, *, apart: bool = False) -> None:
-        """Renew the lease, say what the server warns of, and note what it has done until now.
+        """Renew the lease, print the server's warnings, and record what it has done so far.
 
         With `apart` by a way of its own, if the server is on another machine.
         """
@@ -163,7 +166,8 @@ class AttachedBackend(Backend):
     async def _renew_credentials(
         self, server: ServerClient, record: ClusterRecord, info: ServerInfo
     ) -> None:
-        """Send new ones for the store once half of the time that the old ones had is over."""
+        """Send the server new credentials for the store once half of the lifetime of the old ones
+        is over."""
         until, now = info.credentials_until, datetime.now(UTC)
         if until is None or record.spec.provider == "local":
             return
@@ -176,7 +180,7 @@ class AttachedBackend(Backend):
             await server.call("PUT", "credentials", encode_credentials(given))
 
     async def _recover(self) -> bool:
-        """Whether there is another server now, with the models of the one that is gone."""
+        """True if another server runs now, and has the models of the one that is gone."""
         assert self._replace is not None
         replaced = self._replaced
         async with self._replacing:
@@ -204,7 +208,7 @@ class AttachedBackend(Backend):
         say(f"Going on at {self.url}, from the newest step in the store.")
 
     async def _take(self, endpoint: Endpoint, token: str) -> None:
-        """Have calls go to `endpoint` from now on, through a tunnel if it is elsewhere."""
+        """Send calls to `endpoint` from now on, through a tunnel if it is on another machine."""
         self._endpoint = endpoint
         if endpoint.ssh is None:
             self._server.move(Address(endpoint.url, token))
@@ -250,7 +254,8 @@ class _Pinging:
             await asyncio.sleep(PING_SECONDS)
 
     async def _is_stuck(self) -> bool:
-        """Raises `RuntimeError` if there is no loop any more."""
+        """Whether the script's event loop is blocked. Raises `RuntimeError` if the loop is
+        closed."""
         heard = asyncio.Event()
 
         def answer() -> None:

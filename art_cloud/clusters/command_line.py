@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's work; what goes wrong on purpose becomes a message and an exit code."""
+    """Run a command's work; an ArtCloudError becomes a message and an exit code."""
     import asyncio
 
     try:
@@ -41,7 +41,7 @@ def _say_what_runs() -> None:
 
 
 def provider_options(given: list[str] | None) -> dict[str, Any]:
-    """`KEY=VALUE`s; a value that is JSON means that, any other itself."""
+    """Parse `KEY=VALUE`s. A value that is JSON is parsed as that, any other is text."""
     found: dict[str, Any] = {}
     for option in given or []:
         key, is_given, value = option.partition("=")
@@ -62,7 +62,8 @@ def complain(error: ArtCloudError) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """What goes wrong on purpose becomes a message and exit code 1, an interruption 130."""
+    """Turn an ArtCloudError in the block into a message and exit code 1, an interruption into
+    130."""
     try:
         yield
     except ArtCloudError as error:

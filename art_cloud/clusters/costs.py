@@ -14,7 +14,7 @@ from ..shared.limits import words
 from .spec import ClusterSpec, Offer
 
 SHORTEST_LIFE = 60.0
-"""Seconds. A budget that pays for less is a mistake."""
+"""The shortest life in seconds that a budget must pay for: less is taken for a mistake."""
 
 
 class Usage(NamedTuple):
@@ -43,11 +43,11 @@ class Receipt(Frozen):
     tokens_trained: NonNegativeInt | None = None
     tokens_sampled: NonNegativeInt | None = None
     stays_on: bool = False
-    """Whether the machine outlives its server: what it is rented for goes on."""
+    """Whether the machine outlives its server, so that its rent goes on."""
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of its life: at least, at most."""
+        """The seconds that the cluster lived: at least, at most."""
         return (
             (self.ended_after - self.launched_at).total_seconds(),
             (self.ended_before - self.launched_at).total_seconds(),
@@ -55,7 +55,7 @@ class Receipt(Frozen):
 
     @property
     def cost(self) -> tuple[float, float]:
-        """At least, at most."""
+        """US dollars that it cost: at least, at most."""
         least, most = self.seconds
         return least / 3600 * self.price_per_hour, most / 3600 * self.price_per_hour
 
@@ -65,7 +65,8 @@ class Receipt(Frozen):
 
     @property
     def cost_per_step(self) -> float | None:
-        """At most."""
+        """US dollars for each step, at most; None if no step was made, or the number is not
+        known."""
         return self.cost[1] / self.steps if self.steps else None
 
     @property
@@ -137,16 +138,17 @@ def described(offer: Offer) -> str:
 def make_receipt(
     name: str, spec: ClusterSpec, usage: Usage | None, now: datetime, *, seen_to_end: bool
 ) -> Receipt:
-    """The receipt of a cluster that is gone `now`; `seen_to_end` if it was there until now."""
+    """The receipt of a cluster that ended by `now`. With `seen_to_end` it was there until now."""
     assert spec.launched_at is not None
+    last_seen = max(usage.seen_at if usage else spec.launched_at, spec.launched_at)
+    now = max(now, last_seen)  # also where this machine's clock was set back
     life = (now - spec.launched_at).total_seconds()
-    last_seen = usage.seen_at if usage else spec.launched_at
     return Receipt(
         name=name,
         provider=spec.provider,
         price_per_hour=spec.price_per_hour,
         launched_at=spec.launched_at,
-        ended_after=now if seen_to_end else min(last_seen, now),
+        ended_after=now if seen_to_end else last_seen,
         ended_before=now
         if seen_to_end or life < spec.life_seconds
         else spec.launched_at + timedelta(seconds=spec.life_seconds),

@@ -22,19 +22,21 @@ if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
 
 LIFETIMES = 12 * 3600, 3600
-"""Seconds: what is asked for, and what STS gives to the root user of an account."""
+"""Lifetimes in seconds that STS is asked for: the first usually; the second for the root user of an
+account, who gets no longer one."""
 AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 
 async def with_secrets(spec: ClusterSpec) -> ClusterSpec:
-    """The spec with what its server needs beside the token. One on this machine has it already."""
+    """The spec with the secrets that its server needs beside the token. A server on this machine
+    reads the user's own."""
     if spec.provider == "local":
         return spec
     return spec.model_copy(update={"secrets": await for_server(spec.store)})
 
 
 async def for_server(store_url: str) -> dict[str, SecretStr]:
-    """Variables of the environment for a server that keeps its steps in this store.
+    """Make the variables of the environment with which a server reaches its store.
 
     Of a user's own keys STS makes credentials that hold for 12 h and for the store's prefix only.
     Where there is no STS, or it refuses, the keys themselves are handed on, and that is said.
@@ -48,13 +50,13 @@ async def for_server(store_url: str) -> dict[str, SecretStr]:
 
 
 def encode_credentials(variables: Mapping[str, SecretStr]) -> bytes:
-    """The body of a `StoreCredentials`, whose own JSON hides what is secret."""
+    """The JSON of a `StoreCredentials` with its secrets, which its own JSON hides."""
     plain = {name: value.get_secret_value() for name, value in variables.items()}
     return json.dumps({"variables": plain}).encode()
 
 
 def policy(store_url: str, partition: str = "aws") -> dict[str, Any]:
-    """What a server may do: list, read, write and delete under the store's prefix."""
+    """The IAM policy of a server: list, read, write and delete under the store's prefix."""
     from ..store.s3 import parse_url
 
     bucket, prefix = parse_url(store_url)
@@ -75,7 +77,6 @@ def policy(store_url: str, partition: str = "aws") -> dict[str, Any]:
                     "s3:PutObject",
                     "s3:DeleteObject",
                     "s3:AbortMultipartUpload",
-                    "s3:ListMultipartUploadParts",
                 ],
                 "Resource": f"{arn}/{below}",
             },

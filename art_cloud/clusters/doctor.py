@@ -1,4 +1,4 @@
-"""What may be in the way of a cluster: looked at one by one, each with its cure."""
+"""Checks of all that may keep a cluster from starting, each with its cure."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _home() -> Check:
 
 
 async def _provider(name: str) -> list[Check]:
-    """Whether it can tell what runs, and what it says of itself."""
+    """Check that a provider can list what runs, and run the checks of its own."""
     subject = f"provider {name}"
     try:
         provider = get_provider(name)
@@ -124,7 +124,7 @@ def _stores(store: str | None) -> list[str]:
 
 
 def _store(url: str) -> Check:
-    """Open, write, read and remove, as a server would."""
+    """Check a store: open it, write, read and remove a key, as a server would."""
     subject, parts = f"store {url}", urlsplit(url)
     if parts.scheme == "file" and not Path(unquote(parts.path)).exists():
         message = "Not there yet: the first cluster makes it"

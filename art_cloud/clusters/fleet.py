@@ -37,7 +37,8 @@ Seen = Sequence[ClusterRecord | Instance]
 
 
 async def down(name: str, *, seen: Seen = ()) -> Receipt | None:
-    """End the cluster `name`. None for what was not recorded here: its price is not known.
+    """End the cluster `name` and return its receipt; None if it was not recorded here, as its price
+    is not known.
 
     Args:
         seen: What a person was shown, and no other that has taken its name since; empty: whatever
@@ -74,7 +75,7 @@ def _very(instance: Instance) -> Which:
 
 
 async def not_recorded(name: str) -> list[Instance]:
-    """What runs under the name, if no cluster of that name is recorded here."""
+    """The instances that run under the name, if no cluster of that name is recorded here."""
     if Registry().get(name) is not None:
         return []
     instances, _ = await list_instances(provider_names())
@@ -82,8 +83,8 @@ async def not_recorded(name: str) -> list[Instance]:
 
 
 async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
-    """End a recorded cluster, and forget it but for its receipt. What others started under its name
-    stays.
+    """End a recorded cluster and forget it but for its receipt. Instances that others started under
+    its name stay.
 
     With `ask` its server is asked first what it has done; if it does not answer, the receipt tells
     what it said when it was asked last.
@@ -112,8 +113,8 @@ async def end(record: ClusterRecord, *, ask: bool = True) -> Receipt:
 
 
 async def forget(name: str) -> Receipt:
-    """Strike a cluster off the records that nobody can ask about any more: its machine is gone for
-    good. Its server, if it should live, ends by its own lease.
+    """Forget a cluster whose provider can't be asked any more because its machine is gone for good.
+    Its server, if it still runs, ends by its own lease.
 
     Raises:
         ConflictError: Its provider answers; `down` ends it.
@@ -132,14 +133,15 @@ async def forget(name: str) -> Receipt:
 
 
 def _unsure(name: str, failure: ArtCloudError | None) -> bool:
-    """Whether a provider that failed so can't say if `name` exists."""
+    """Whether a provider that failed with `failure` can't tell if `name` exists. None: it did not
+    fail."""
     if isinstance(failure, IncompleteListError):
         return name in failure.unsure
     return failure is not None
 
 
 async def server_info(record: ClusterRecord) -> ServerInfo:
-    """What the server of `record` says of itself; being asked is no use of it.
+    """Ask the server of `record` for its ServerInfo. Being asked renews no lease.
 
     Raises:
         ArtCloudError: It does not answer as it should, or not at all.
@@ -183,7 +185,7 @@ def _host(endpoint: Endpoint, provider: str) -> str:
 
 @asynccontextmanager
 async def connection(name: str) -> AsyncIterator[ServerClient]:
-    """Single calls to the server of a recorded cluster that runs."""
+    """A connection to the server of a recorded cluster, for single calls."""
     record, endpoint = await _find(name)
     async with reached(endpoint) as url:
         token = record.spec.token.get_secret_value()
@@ -195,7 +197,7 @@ async def connection(name: str) -> AsyncIterator[ServerClient]:
 
 
 async def tunnel(name: str, port: int) -> Tunnel:
-    """A port of this machine (0: a free one) that leads to the server of a recorded cluster.
+    """Open a port of this machine (0: a free one) that leads to the server of a recorded cluster.
 
     Raises:
         ConfigError: the server is on this machine, or the port is taken.
@@ -208,7 +210,7 @@ async def tunnel(name: str, port: int) -> Tunnel:
 
 
 async def ssh_command(name: str) -> list[str]:
-    """What logs in to the machine of a recorded cluster, as the user's own `ssh` does.
+    """The command that logs in to the machine of a recorded cluster, as the user's own `ssh` does.
 
     Raises:
         ConfigError: there is no such login.
@@ -225,7 +227,7 @@ async def ssh_command(name: str) -> list[str]:
 
 
 async def logs(name: str, *, follow: bool = False) -> AsyncIterator[str]:
-    """The log of a cluster's server, line by line; also of one that has ended."""
+    """Yield the log of a cluster's server line by line, also of one that has ended."""
     record = Registry().get(name)
     providers = [record.spec.provider] if record else provider_names()
     for provider in providers:
@@ -248,7 +250,8 @@ ClusterState = Literal[
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What is recorded of a cluster, what runs of it, and what its server says."""
+    """A cluster as seen from three sides: its record, its instance at the provider, its server's
+    own words."""
 
     name: str
     provider: str
@@ -256,27 +259,28 @@ class ClusterStatus:
     recorded: bool
     detail: str = ""
     started_at: datetime | None = None
-    """Of the machine that runs now."""
+    """When the machine that runs now was started."""
     launched_at: datetime | None = None
-    """Of the cluster: its cost counts from then."""
+    """When the cluster was launched: its cost counts from then."""
     identity: str | None = None
-    """Of what runs."""
+    """The identity of the instance that runs; None: nothing runs."""
     price_per_hour: float = 0.0
     """US dollars."""
     phases: Sequence[tuple[str, float]] = ()
-    """What the launch went through, with the seconds that each took."""
+    """The phases of the launch, with the seconds that each took."""
     server: ServerInfo | None = None
 
     @property
     def cost(self) -> float:
-        """Until now, in US dollars."""
+        """US dollars that the cluster has cost until now."""
         if self.launched_at is None:
             return 0.0
-        return (datetime.now(UTC) - self.launched_at).total_seconds() / 3600 * self.price_per_hour
+        seconds = (datetime.now(UTC) - self.launched_at).total_seconds()
+        return max(0.0, seconds) / 3600 * self.price_per_hour
 
 
 async def status(name: str | None = None) -> list[ClusterStatus]:
-    """Every cluster that is recorded or exists, or only `name`. Changes nothing.
+    """The status of every cluster that is recorded or exists, or of `name` only. Changes nothing.
 
     Raises:
         NotFoundError: There is nothing of that name.
@@ -293,10 +297,8 @@ async def status(name: str | None = None) -> list[ClusterStatus]:
 def pairs(
     records: Sequence[ClusterRecord], instances: Sequence[Instance]
 ) -> list[tuple[ClusterRecord | None, Instance | None]]:
-    """Each record with what runs of it, and what runs without a record; by name.
-
-    What others started under the name of a record is not of that record.
-    """
+    """Pairs of a record and an instance by name; one of the two is None where there is only the
+    other. Instances that others started under a record's name are not paired with it."""
     found: list[tuple[ClusterRecord | None, Instance | None]] = []
     for record in records:
         found += [(record, one) for one in instances if record.has(one)] or [(record, None)]
@@ -347,7 +349,7 @@ async def _status(
 
 
 def _absent(record: ClusterRecord, failures: dict[str, ArtCloudError]) -> ClusterStatus:
-    """The status of what is recorded and was not seen at its provider."""
+    """The status of a cluster that is recorded and was not found at its provider."""
     name, provider = record.name, record.spec.provider
     failure = failures.get(provider)
     if _unsure(name, failure):
@@ -364,7 +366,7 @@ def _absent(record: ClusterRecord, failures: dict[str, ArtCloudError]) -> Cluste
 async def list_instances(
     names: list[str],
 ) -> tuple[list[Instance], dict[str, ArtCloudError]]:
-    """What exists at these providers, and the errors of those that could not tell."""
+    """All instances at these providers, and the errors of providers that could not list them."""
     instances: list[Instance] = []
     failures: dict[str, ArtCloudError] = {}
     for name in names:

@@ -24,7 +24,8 @@ PACKAGE = Path(str(files("art_cloud")))
 LAUNCH = next(
     folder for above in (PACKAGE, PACKAGE.parent) if (folder := above / "launch").is_dir()
 )
-"""What other machines run and pin: in a wheel inside of this package, in a checkout beside it."""
+"""The folder with what other machines run: inside this package in a wheel, beside it in a checkout.
+"""
 
 SOURCES = ("art_cloud", "server_image/art_server", "launch", "pyproject.toml")
 
@@ -34,15 +35,15 @@ class Source:
     """A released version, or the wheel of a checkout."""
 
     key: str
-    """The same for the same content."""
+    """A hash that is the same for the same content."""
     wheel: Path | None
 
     def environment(self, engine: str) -> str:
-        """The name of one that has it, with its lock."""
+        """The name of an environment that has this version and its pinned dependencies."""
         return self.key + ("-vllm" if engine == "vllm" else "")
 
     def requirement(self, extras: str, wheel: str | None = None) -> str:
-        """For pip, on a machine that has the wheel at the path `wheel`."""
+        """The requirement for pip, on a machine that has the wheel at the path `wheel`."""
         if self.wheel is None:
             return f"art-cloud[{extras}]=={__version__}"
         return f"art-cloud[{extras}] @ file://{wheel or self.wheel}"
@@ -53,13 +54,14 @@ def extras(engine: str) -> str:
 
 
 def lock(engine: str) -> Path:
-    """The versions that are installed with it (pip's constraints)."""
+    """The pinned versions that are installed with it (pip's constraints)."""
     name = "server-vllm.lock.txt" if engine == "vllm" else "server.lock.txt"
     return LAUNCH / name
 
 
 def source() -> Source:
-    """Where this process runs from a checkout, its wheel, built once for each state of the files.
+    """The version that runs here. From a checkout that is its wheel, built once for each state of
+    the files.
 
     Raises:
         ConfigError: it can't be built, or the checkout has changed since it was installed.
@@ -76,7 +78,7 @@ def source() -> Source:
 
 
 def _checkout() -> Path | None:
-    """The folder that art-cloud was installed from (PEP 610), if it was one.
+    """The checkout that art-cloud was installed from (PEP 610), if it was installed from one.
 
     Raises:
         ConfigError: what runs here is a copy of it, and not what it has now.
@@ -127,7 +129,8 @@ def _build(checkout: Path, folder: Path) -> None:
 
 
 def _builder() -> list[str]:
-    """The command that makes a wheel, up to the folder that it goes to and that of its sources."""
+    """The command that builds a wheel. The folder that it goes to and the folder of its sources
+    follow."""
     uv = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
     if uv is not None:
         return [uv, "build", "--quiet", "--wheel", "--out-dir"]

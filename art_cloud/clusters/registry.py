@@ -9,29 +9,38 @@ what runs is shown, and ended, also when the end can't be noted.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
+import json
 import os
 import re
 import secrets
 import socket
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TypeVar
+from uuid import uuid4
 
 import platformdirs
-from pydantic import SecretStr
+from filelock import FileLock
+from pydantic import BaseModel, SecretStr, ValidationError
 
 from ..shared.errors import NotFoundError, RegistryError
 from ..shared.names import check_name
+from ..shared.progress import say_once
 from ..shared.protocol import ServerInfo
+from ..shared.validation import complaint
 from .costs import Receipt, Usage, make_receipt
 from .spec import ClusterSpec, Instance
 
+F = TypeVar("F", bound=BaseModel)
+UNKNOWN = "extra_forbidden"
+"""What pydantic says of a field that a model does not have."""
 RecordState = Literal["starting", "running", "ending"]
 
 BUSY_TIMEOUT_SECONDS = 30.0
@@ -77,7 +86,7 @@ CREATE TABLE IF NOT EXISTS receipts (
 
 
 def home() -> Path:
-    """Where art-cloud keeps this user's things: `ART_CLOUD_HOME`, or the platform's data folder."""
+    """The folder for this user's data: `ART_CLOUD_HOME`, or the platform's data folder."""
     chosen = os.environ.get("ART_CLOUD_HOME")
     folder = Path(chosen) if chosen else platformdirs.user_data_path("art-cloud")
     return folder.expanduser().resolve()
@@ -90,47 +99,57 @@ def default_name(provider: str) -> str:
 
 
 def whoami() -> str:
-    """Who starts things here, for others who find them to read."""
+    """`user@host` of this process: it tells other people who started something."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 class Use:
     """This process's mark on a cluster: as long as it stands, others see that it is in use.
 
-    It is a shared lock on a file, so it goes with the process, however that ends.
+    It is a locked file of its own, and the lock goes with the process, however that ends.
     """
 
     def __init__(self, name: str) -> None:
-        self._file = _open_uses(name)
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._path = _uses(name) / uuid4().hex
+        self._lock = FileLock(self._path, thread_local=False)
+        try:
+            for folder in (home(), self._path.parent):  # `mode` is not that of the parents
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock.acquire()
+        except OSError as error:
+            raise _unwritable(error) from error
 
     def end(self) -> None:
-        self._file.close()
+        self._lock.release()
+        _stands(self._path)
 
 
 def in_use(name: str) -> bool:
-    """Whether somebody else on this machine has a `Use` of the cluster."""
+    """Whether another process on this machine holds a `Use` of the cluster."""
     try:
-        with _uses(name).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return any(_stands(mark) for mark in _uses(name).iterdir())
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    return False
+        return False
 
 
-def _open_uses(name: str) -> TextIO:
-    path = _uses(name)
+def _stands(mark: Path) -> bool:
+    """Whether a program holds it; else it is removed. One that can't be opened counts as held."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return path.open("a")
-    except OSError as error:
-        raise _unwritable(error) from error
+        with FileLock(mark, blocking=False):
+            with suppress(OSError):  # on Windows it goes as the lock does
+                mark.unlink()
+            return False
+    except OSError:  # a lock's timeout is one
+        return True
 
 
 def _uses(name: str) -> Path:
-    return home() / "clusters" / check_name(name, "cluster") / "uses"
+    return folder_of(name) / "in-use"
+
+
+def folder_of(name: str) -> Path:
+    """Where what is known here of a cluster lies, beside the registry."""
+    return home() / "clusters" / check_name(name, "cluster")
 
 
 def _unwritable(error: OSError) -> RegistryError:
@@ -149,11 +168,11 @@ class ClusterRecord:
 
     @property
     def key(self) -> tuple[str, str]:
-        """A name is given to one cluster after another."""
+        """An id of this cluster alone: a name is given to one cluster after another."""
         return self.name, self.created_at.isoformat()
 
     def has(self, instance: Instance) -> bool:
-        """Whether it was started for this cluster; not what others started under its name."""
+        """Whether the instance was started for this cluster, and not by others under its name."""
         named = (instance.provider, instance.name) == (self.spec.provider, self.name)
         return named and instance.owner in (None, self.spec.owner)
 
@@ -182,7 +201,8 @@ class Registry:
             spec = spec.model_copy(update={"token": token, "launched_at": now})
             record = ClusterRecord(name, spec, "starting", now)
             database.execute(
-                "INSERT INTO clusters VALUES (:name, :spec, :token, :state, :created_at)",
+                "INSERT INTO clusters (name, spec, token, state, created_at)"
+                " VALUES (:name, :spec, :token, :state, :created_at)",
                 {
                     "name": name,
                     "spec": spec.model_dump_json(),
@@ -197,16 +217,24 @@ class Registry:
         return next((record for record in self.list() if record.name == name), None)
 
     def list(self) -> list[ClusterRecord]:
-        return [_record(row) for row in self._read("SELECT * FROM clusters ORDER BY name")]
+        """All that can be understood. What can't is told of, and hides no other: its provider still
+        lists what runs of it."""
+        found = []
+        for row in self._read("SELECT * FROM clusters ORDER BY name"):
+            try:
+                found.append(_record(row))
+            except RegistryError as error:
+                say_once(str(error))
+        return found
 
     def current(self, record: ClusterRecord) -> ClusterRecord | None:
-        """What is known of the same cluster now; None if it was ended."""
+        """The record of the same cluster as it is now; None if it was ended."""
         now = self.get(record.name)
         return now if now is not None and now.key == record.key else None
 
     def renew_token(self, record: ClusterRecord) -> ClusterRecord:
-        """The record with a fresh token, for a server that replaces a lost one; or with that which
-        another program gave it since `record` was read.
+        """Give a server that replaces a lost one a fresh token; return the record with it, or with
+        the token that another program gave it since `record` was read.
 
         Raises:
             NotFoundError: the cluster was ended.
@@ -236,12 +264,13 @@ class Registry:
             )
 
     def remove(self, record: ClusterRecord) -> None:
-        """Forget `record`, of which nothing was started; a later one of the same name stays."""
+        """Forget a record for which nothing was started; a later cluster of the same name stays."""
         with self._transaction() as database:
             database.execute("DELETE FROM clusters WHERE name = ? AND created_at = ?", record.key)
 
     def end(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
-        """Forget `record` but for its receipt.
+        """Forget `record` but for its receipt. Its end is now if it was `seen_to_end`; else the
+        receipt says that it ended at some time since its server was last asked.
 
         Its end is now if it was `seen_to_end`, else it has come unseen since it was last asked.
         """
@@ -261,7 +290,7 @@ class Registry:
             )
 
     def phases(self, record: ClusterRecord) -> Sequence[tuple[str, float]]:
-        """What the launch of `record` went through, with the seconds that each took."""
+        """The phases of the launch of `record`, with the seconds that each took."""
         found = self._read(
             "SELECT label, seconds FROM phases WHERE name = ? AND created_at = ? ORDER BY rowid",
             record.key,
@@ -269,7 +298,7 @@ class Registry:
         return [(row["label"], row["seconds"]) for row in found]
 
     def note(self, record: ClusterRecord, server: ServerInfo) -> None:
-        """Keep what the server of `record` says it has done until now."""
+        """Record what the server of `record` says it has done so far."""
         with self._transaction() as database:
             database.execute(
                 "INSERT OR REPLACE INTO servers VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -284,7 +313,7 @@ class Registry:
             )
 
     def usage(self, record: ClusterRecord) -> Usage | None:
-        """What all servers of `record` said; None if none was ever asked."""
+        """The sum of what all servers of `record` have done; None if none was ever asked."""
         found = self._read(
             "SELECT max(seen_at), sum(steps), sum(tokens_trained), sum(tokens_sampled)"
             " FROM servers WHERE name = ? AND created_at = ?",
@@ -295,12 +324,17 @@ class Registry:
         return Usage(datetime.fromisoformat(found[0][0]), *found[0][1:])
 
     def receipts(self) -> Sequence[Receipt]:
-        """Of the clusters that have ended, the oldest first."""
-        rows = self._read("SELECT receipt FROM receipts ORDER BY created_at")
-        return [Receipt.model_validate_json(row["receipt"]) for row in rows]
+        """The receipts of all clusters that have ended, the oldest first. Odd ones are told of."""
+        found = []
+        for row in self._read("SELECT name, receipt FROM receipts ORDER BY created_at"):
+            try:
+                found.append(_understood(Receipt, row["receipt"]))
+            except ValueError as error:
+                say_once(f"The receipt of {row['name']} can't be understood: {error}")
+        return found
 
     def receipt(self, record: ClusterRecord, *, seen_to_end: bool) -> Receipt:
-        """What `end` keeps of `record`."""
+        """The receipt that `end` keeps of `record`."""
         return make_receipt(
             record.name,
             record.spec,
@@ -310,7 +344,7 @@ class Registry:
         )
 
     def _read(self, query: str, values: Sequence[str] = ()) -> Sequence[sqlite3.Row]:
-        """The rows; none if nothing was ever written."""
+        """The rows of a query; none if nothing was ever written."""
         try:
             if not self.path.exists():
                 return []
@@ -375,13 +409,34 @@ class Registry:
 
 
 def _record(row: sqlite3.Row) -> ClusterRecord:
-    spec = ClusterSpec.model_validate_json(row["spec"])
-    return ClusterRecord(
-        name=row["name"],
-        spec=spec.model_copy(update={"token": SecretStr(row["token"])}),
-        state=row["state"],
-        created_at=datetime.fromisoformat(row["created_at"]),
-    )
+    try:
+        spec = _understood(ClusterSpec, row["spec"])
+        return ClusterRecord(
+            name=row["name"],
+            spec=spec.model_copy(update={"token": SecretStr(row["token"])}),
+            state=row["state"],
+            created_at=datetime.fromisoformat(row["created_at"]),
+        )
+    except ValueError as error:
+        why = complaint(error) if isinstance(error, ValidationError) else error
+        raise RegistryError(
+            f"What is recorded of the cluster {row['name']} can't be understood ({why}). End what "
+            f"runs of it: art-cloud sweep. Then delete its row of {home()}/clusters.sqlite."
+        ) from error
+
+
+def _understood(kind: type[F], text: str) -> F:
+    """What a program of any version wrote, without the fields that this one does not know."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        content = None
+        for *way, last in (one["loc"] for one in error.errors() if one["type"] == UNKNOWN):
+            content = content or json.loads(text)
+            del reduce(getitem, way, content)[last]
+        if content is None:
+            raise
+        return kind.model_validate_json(json.dumps(content))
 
 
 def unknown(name: str) -> NotFoundError:

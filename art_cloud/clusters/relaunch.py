@@ -1,4 +1,5 @@
-"""What a lost machine is replaced by: another of the same spec, unless it ended as it should."""
+"""The replacement of a lost machine by another of the same spec, unless the server ended as it
+should."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ Replacement = tuple[Endpoint, str]
 """Where a server listens, and its token."""
 OnLoss = Literal["relaunch", "raise"]
 MAX_RELAUNCHES = 3
-"""Of one `up`: what is lost again and again has a cause that another machine won't cure."""
+"""How many machines one `up` replaces: if they are lost again and again, another one won't help."""
 LAUNCH_SECONDS = 1800.0
 """A cluster whose server does not listen after this long is given up."""
 
 
 class Relauncher:
-    """Asked while the server of `record` can't be reached (`attached.Replace`).
+    """The callback for when the server of `record` can't be reached (`attached.Replace`).
 
     Each server has a token of its own: whoever takes the place of a lost one, as a port of a
     machine that others use too, is sent a token that opens nothing any more.
@@ -35,7 +36,7 @@ class Relauncher:
         self._relaunches = 0
 
     async def __call__(self) -> Replacement | None:
-        """Where the new server listens, and its token; None if the old one exists, or may.
+        """The address and token of a new server; None if the old one exists, or may exist.
 
         Raises:
             ServerUnavailableError: it is gone and must not, or not once more, be started again.
@@ -69,7 +70,7 @@ class Relauncher:
         return endpoint, self._record.spec.token.get_secret_value()
 
     async def _may_exist(self) -> bool:
-        """What can't be told is waited for: a network that went away comes back."""
+        """Whether the instance may still exist. A provider that can't tell is asked again later."""
         name = self._record.name
         try:
             instances = await self._provider.list()

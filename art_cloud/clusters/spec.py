@@ -17,7 +17,7 @@ from ..shared.protocol import Durability, EngineName
 
 TOKEN = "ART_CLOUD_TOKEN"  # noqa: S105
 CAP_SECONDS = 60.0
-"""How far beyond budget and deadline a cap from outside lies: the server ends before it."""
+"""How far after budget and deadline a provider's own limit lies: the server ends before it."""
 
 
 class Offer(Frozen):
@@ -29,7 +29,7 @@ class Offer(Frozen):
     """US dollars."""
     spot: bool = False
     machine: str = ""
-    """In the provider's words: an instance type, a GPU."""
+    """The machine in the provider's words: an instance type, a GPU."""
 
 
 class ClusterSpec(Frozen):
@@ -51,18 +51,19 @@ class ClusterSpec(Frozen):
     offer: Offer | None = None
     """The machine that was chosen, for the provider to launch."""
     launched_at: AwareDatetime | None = None
-    """Budget and deadline count from then, also for a machine that replaces a lost one."""
+    """When the cluster was launched: budget and deadline count from then, also for a machine that
+    replaces a lost one."""
     options: dict[str, JsonValue] = {}
-    """The provider's own, which it checks in `offers`."""
+    """Options of the provider, which it checks in `offers`."""
     token: SecretStr = Field(default=SecretStr(""), exclude=True, repr=False)
     """The bearer token that the server must ask for."""
     secrets: dict[str, SecretStr] = Field(default={}, exclude=True, repr=False)
-    """Environment variables that the server needs beside it: credentials of the store."""
+    """Environment variables that the server needs beside its token: credentials of the store."""
 
     @property
     def owner(self) -> str:
-        """What may be shown of the token, and tells its owner's clusters from those of others: the
-        first half of its SHA-256."""
+        """The first half of the token's SHA-256: it may be shown, and tells this owner's clusters
+        from those of others."""
         return hashlib.sha256(self.token.get_secret_value().encode()).hexdigest()[:32]
 
     @property
@@ -71,7 +72,7 @@ class ClusterSpec(Frozen):
 
     @property
     def deadline_seconds(self) -> float | None:
-        """After the launch."""
+        """Seconds from the launch to the deadline."""
         if isinstance(self.deadline, datetime):
             seconds = (self.deadline - (self.launched_at or datetime.now(UTC))).total_seconds()
             return max(seconds, 1.0)
@@ -79,31 +80,32 @@ class ClusterSpec(Frozen):
 
     @property
     def life_seconds(self) -> float:
-        """What budget and deadline allow, from the launch to the very end."""
+        """Seconds that budget and deadline allow from the launch to the very end."""
         price = self.price_per_hour
         affordable = self.budget / price * 3600 if self.budget and price else math.inf
         return min(affordable, self.deadline_seconds or math.inf)
 
     @property
     def spent_seconds(self) -> float:
-        """Since the launch, by this machine's clock."""
+        """Seconds since the launch, by this machine's clock."""
         since = self.launched_at or datetime.now(UTC)
         return max(0.0, (datetime.now(UTC) - since).total_seconds())
 
     @property
     def cap_seconds(self) -> float:
-        """After which from now a provider ends the machine from outside, should its server not."""
+        """Seconds from now after which a provider ends the machine from outside, if its server has
+        not."""
         return max(0.0, self.life_seconds - self.spent_seconds) + CAP_SECONDS
 
     @property
     def is_over(self) -> bool:
-        """Whether the server has ended by now, or is about to, for budget or deadline."""
+        """Whether budget or deadline have ended the server by now, or are about to."""
         life = self.life_seconds
         return self.spent_seconds >= life - reserve(life)
 
     def server_arguments(self, name: str) -> list[str]:
-        """Those of `art-server` that say what this cluster is; where it keeps its state is the
-        provider's business."""
+        """The arguments of `art-server` that describe this cluster. The provider adds where its
+        state is kept."""
         arguments = ["--name", name, "--store", self.store]
         arguments += ["--engine", self.engine]
         arguments += ["--durability", self.durability]
@@ -137,15 +139,15 @@ class Instance(Frozen):
     and it has no server."""
     started_at: datetime
     detail: str
-    """What a person would look for: a process id, a machine's address."""
+    """Words by which a person finds it: a process id, a machine's address."""
     identity: str = ""
-    """What another one under the same name, later or elsewhere, has not."""
+    """An id that no other instance has, be it of the same name later or elsewhere."""
     owner: str | None = None
-    """`ClusterSpec.owner` of whoever started it; None: that is not known."""
+    """The `ClusterSpec.owner` of the cluster that it was started for; None: not known."""
 
 
 Which = Callable[[Instance], bool]
-"""Whether an instance is meant."""
+"""A predicate: whether an instance is meant."""
 
 
 class Provider(Protocol):
@@ -182,7 +184,7 @@ State = Literal["ok", "warning", "broken"]
 
 
 class Check(Frozen):
-    """What was looked at, and what to do about it.
+    """One thing that was checked, and its cure if something is wrong.
 
     A provider may have a method `check` of its own that gives a list of these.
     """

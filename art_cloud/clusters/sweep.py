@@ -1,4 +1,4 @@
-"""What is ours and nobody leases: found at every provider, recorded or not.
+"""Machines of ours without a living server, found at every provider, recorded or not.
 
 A server that answers has a lease, and ends by itself when that lapses: it is never swept. What is
 left is what can't end by itself: machines whose server is gone or does not answer, launches whose
@@ -29,22 +29,22 @@ from .relaunch import LAUNCH_SECONDS
 from .spec import Instance
 
 ANSWER_SECONDS = 60.0
-"""To find the way to a server, and as much again for it to answer."""
+"""How many seconds finding the way to a server may take, and as much again its answer."""
 PATIENCE_SECONDS = 15.0
-"""How long one that can't be reached is knocked at again and again."""
+"""How many seconds a server that can't be reached is tried again."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something of ours."""
+    """One cluster or instance of ours, and whether `sweep` would end it."""
 
     name: str
     provider: str
     what: str
     kept: str | None = None
-    """Why it stays; None: nobody leases it."""
+    """Why it stays; None: it has no lease, and `end` ends it."""
     identity: str | None = None
-    """Of what runs; None: nothing does."""
+    """The identity of the instance that runs; None: nothing runs."""
     record: ClusterRecord | None = None
 
     def is_the_same(self, other: Finding) -> bool:
@@ -53,7 +53,8 @@ class Finding:
 
 
 async def look() -> tuple[list[Finding], list[ArtCloudError]]:
-    """All that is ours, and the errors of providers that could not tell of all. Ends nothing."""
+    """Find all that is ours; return it with the errors of providers that could not list everything.
+    Ends nothing."""
     records = Registry().list()
     found, failures = await _look(records, provider_names())
     needed = {record.spec.provider for record in records}
@@ -61,7 +62,7 @@ async def look() -> tuple[list[Finding], list[ArtCloudError]]:
 
 
 async def end(ghosts: Sequence[Finding]) -> tuple[list[Finding], list[ArtCloudError]]:
-    """End those of `ghosts` that still are what they were and that nobody leases.
+    """End those of `ghosts` that are still there unchanged and still without a lease.
 
     Returns:
         Them, where `kept` says why one was left after all; and what could not be ended.
@@ -129,13 +130,15 @@ async def _judge(
 
 
 def _on_its_way(instance: Instance) -> str | None:
-    """Whoever started it from elsewhere waits for it, and gives it up after `LAUNCH_SECONDS`."""
+    """Why an instance without a record stays: it may still be starting, and a program elsewhere
+    waits for it for up to `LAUNCH_SECONDS`. None: it is older."""
     age = (datetime.now(UTC) - instance.started_at).total_seconds()
     return f"it was started {words(max(age, 0.0))} ago" if age < LAUNCH_SECONDS else None
 
 
 async def _answer(record: ClusterRecord | None, instance: Instance) -> str | None:
-    """Why a server that runs stays: what it says of its lease, or why it can't be asked."""
+    """Why an instance that runs stays: what its server says of its lease, or why the server can't
+    be asked."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             endpoint = await get_provider(instance.provider).endpoint(instance.name)
@@ -151,7 +154,8 @@ async def _answer(record: ClusterRecord | None, instance: Instance) -> str | Non
 
 
 async def _heard(endpoint: Endpoint, record: ClusterRecord | None) -> str | None:
-    """What a server says of its lease, if it answers; one without a record is only knocked at."""
+    """What a server says of its lease, if it answers. Without a record there is no token: it only
+    shows that it answers."""
     token = record.spec.token.get_secret_value() if record else "unknown"
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

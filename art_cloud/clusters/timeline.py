@@ -18,26 +18,26 @@ from .registry import ClusterRecord, Registry
 
 
 class Phase:
-    """One that goes on."""
+    """A phase that has begun and not ended."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.within: list[tuple[str, float]] = []
-        """The phases within it, with their seconds."""
+        """The phases inside this one, with their seconds."""
 
     def had(self, label: str, seconds: float) -> None:
-        """It began with a part that was measured elsewhere."""
+        """Put a phase before those inside this one, which was measured elsewhere."""
         self.within.insert(0, (label, seconds))
 
 
 _launch: ContextVar[ClusterRecord | str] = ContextVar("launch")
-"""What the phases belong to: a record that keeps them, or only a name."""
+"""The launch that phases belong to: a record that keeps them, or only a name to show."""
 _around: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 
 @contextmanager
 def phases_of(cluster: ClusterRecord | str) -> Iterator[None]:
-    """Phases within are shown under the cluster's name, and kept if it is a record."""
+    """Show the phases in the block under the cluster's name; with a record, keep them too."""
     token = _launch.set(cluster)
     try:
         yield

@@ -33,7 +33,7 @@ from ..shared.limits import parse_deadline, parse_duration, words
 from ..shared.names import whole_path
 from ..shared.progress import console, enabled, say
 from ..shared.protocol import Durability, EngineName
-from ..shared.validation import check_url
+from ..shared.validation import check_url, complaint
 from . import fleet
 from .attached import AttachedBackend, Replace
 from .costs import choose
@@ -127,13 +127,14 @@ def up(
             **{field: value for field, value in limits.items() if value is not None},
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"up({'.'.join(map(str, first['loc']))}): {first['msg']}.") from error
+        what, _, why = complaint(error).partition(": ")
+        raise ConfigError(f"up({what}): {why}.") from error
     return Up(name or default_name(provider), spec, on_loss=on_loss, keep=keep)
 
 
 class _Unopened:
-    """What becomes a `Backend` once it is entered, and tells who takes it for one already."""
+    """An object that becomes a `Backend` when it is entered, and says so to a script that uses it
+    before."""
 
     if not TYPE_CHECKING:  # type checkers see by themselves that there is no such attribute
 
@@ -157,7 +158,7 @@ class Up(_Unopened):
         self._keep = keep
         self._own: ClusterRecord | None = None
         self._lease_seconds = spec.lease_seconds
-        """Of the cluster that was found or started."""
+        """The lease of the cluster that was found or started."""
         self._backend: Backend | None = None
 
     def __await__(self) -> Generator[Any, None, Backend]:
@@ -264,7 +265,7 @@ class Up(_Unopened):
             registry.end(record, seen_to_end=exists)
 
     async def _instances(self, provider: Provider, *, sure: bool) -> list[Instance]:
-        """What runs under this name; `sure`: an error if it can't be told."""
+        """The instances under this name. With `sure`, raise if the provider can't tell."""
         try:
             instances = await provider.list()
         except IncompleteListError as error:
@@ -316,7 +317,7 @@ class Connect(_Unopened):
 
     def __init__(self, to: str | tuple[Endpoint, str]) -> None:
         self._to = to
-        """A cluster's name, or where a server is and its token."""
+        """The name of a cluster, or the address and token of a server."""
         self._backend: Backend | None = None
 
     def __await__(self) -> Generator[Any, None, Backend]:
@@ -394,7 +395,8 @@ async def _handshake(
 
 
 async def _end_ours(record: ClusterRecord) -> None:
-    """End what this process started, also while it is being cancelled; say so if it can't."""
+    """End the cluster that this process started, even while the process is being cancelled; print
+    why if that fails."""
     try:
         with phases_of(record.name), phase("ending"):
             receipt = await _finish(fleet.end(record, ask=False))
@@ -416,7 +418,7 @@ async def _finish(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _check_same(record: ClusterRecord, asked: ClusterSpec) -> None:
-    """Refuse to hand out a running cluster as something that it is not."""
+    """Raise ConfigError where the running cluster is not what was asked for."""
     for field in SAME:
         has, wants = getattr(record.spec, field), getattr(asked, field)
         undecided = None in (has, wants) if field == "base_model" else wants == {}
@@ -451,8 +453,8 @@ def store_url(provider: str, store: str | None) -> str:
 
 
 def _base_model(provider: str, base_model: str) -> str:
-    """Its name, or its whole path; refuses what is written as a folder of this machine's and is
-    none, before anything is started."""
+    """The base model's name, or the whole path of its folder. Raises ConfigError for a folder that
+    is not on this machine."""
     found = whole_path(base_model)
     is_path = base_model.startswith((".", "/", "~"))
     if not base_model or (provider == "local" and is_path and not Path(found).is_dir()):

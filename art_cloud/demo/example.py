@@ -98,7 +98,7 @@ class Place:
 
     base_model: str
     tiny: bool
-    """Whether it was made on the spot, and knows nothing."""
+    """Whether the base model was made on the spot, and knows nothing."""
     cluster: AbstractAsyncContextManager[Backend]
 
 
@@ -117,7 +117,7 @@ def prepare(options: argparse.Namespace) -> Place:
 
 
 def auto_settings(options: argparse.Namespace, steps: int) -> dict[str, int]:
-    """What `art.auto` is told by the command line. `steps` is the default."""
+    """The arguments of `art.auto` from the command line. `steps` is the default."""
     return SMOKE_AUTO if options.smoke else {"steps": options.steps or steps}
 
 

@@ -25,12 +25,15 @@ from ..shared.config import SFTConfig, TrainConfig
 from ..shared.errors import ConflictError
 from ..shared.progress import progress, say
 
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+"""The `extra_body` of a request that has Qwen3, which thinks by default, answer at once."""
 TaskT = TypeVar("TaskT")
 TaskT_contra = TypeVar("TaskT_contra", contravariant=True)
 
 
 class Rollout(Protocol[TaskT_contra]):
-    """One attempt at a task. With `step`, by the weights of that step, and repeatably."""
+    """A function that makes one attempt at a task. With `step` it uses the weights of that step,
+    repeatably."""
 
     def __call__(
         self, model: TrainableModel[Any], task: TaskT_contra, /, *, step: int | None = None
@@ -40,7 +43,7 @@ class Rollout(Protocol[TaskT_contra]):
 @dataclass(frozen=True)
 class Experiment(Generic[TaskT]):
     name: str
-    """Of the project in the store."""
+    """The name of the project in the store."""
     measure: str
     """The metric of a trajectory that says how well the agent did."""
     rollout: Rollout[TaskT]
@@ -67,7 +70,7 @@ class Experiment(Generic[TaskT]):
 
 @dataclass
 class Curve:
-    """How one agent did."""
+    """The measurements of one agent."""
 
     before: dict[str, list[float]] = field(default_factory=dict)
     """The metrics of the held-out tasks, by name."""
@@ -210,7 +213,7 @@ async def _try(
 
 
 def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """By name; `reward` is one of them."""
+    """The values of each metric by its name, one for each trajectory; `reward` is one of them."""
     found: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in ({"reward": trajectory.reward} | trajectory.metrics).items():
@@ -219,5 +222,5 @@ def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95 % interval (normal approximation)."""
+    """Half the width of the 95 % interval of the mean (normal approximation)."""
     return 1.96 * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0

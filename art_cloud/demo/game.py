@@ -49,7 +49,7 @@ class Game:
             self.outcome = "illegal"
 
     def answer(self, move: str = "") -> None:
-        """O's move; where `move` is none, O moves at random."""
+        """Make O's move: the square `move`, or a random one if that is no free square."""
         square = int(move.strip()) if self._is_free(move) else self._random.choice(self.free())
         self._place("O", square, "loss")
 

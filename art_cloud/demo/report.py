@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GREEN, GRAY, INK = "#1a7f5a", "#8a8f98", "#22272e"
 SMOOTHING = 5
-"""Steps that the line through the training rollouts is a mean over."""
+"""The line in the picture is the mean over so many steps."""
 
 
 def print_table(result: Result, console: Console) -> None:
@@ -54,7 +54,7 @@ def plot(result: Result, path: Path, title: str) -> Path:
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper left", frameon=False, reverse=True)
     figure.savefig(path)
     return path
 
@@ -80,7 +80,7 @@ def _draw(axes: Axes, measure: str, curve: Curve, color: str, label: str) -> Non
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Mean of each value and up to SMOOTHING - 1 before it."""
+    """The mean of each value with up to SMOOTHING - 1 values before it."""
     sums = [0.0, *accumulate(values)]
     starts = [max(0, end - SMOOTHING) for end in range(1, len(sums))]
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, 1)]

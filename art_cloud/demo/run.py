@@ -52,7 +52,7 @@ async def play(model: TrainableModel[Any], seed: int, *, step: int | None = None
 
 
 def random_moves(seed: int) -> list[Messages]:
-    """A game of legal moves at random, a conversation each: the format, not the skill."""
+    """Conversations of a game of random legal moves: they teach the format, not the skill."""
     game, moves = Game(seed), random.Random(~seed)  # noqa: S311
     conversations: list[Messages] = []
     while game.outcome is None:

@@ -1,4 +1,8 @@
-"""Bytes between a connection on this machine and one on another, both ways, with back pressure."""
+"""The two ends of a connection that a login carries, on this machine.
+
+What the client sends `ssh` reads from the client's own socket. What comes from there passes here,
+so that a client is told whether its answer is whole: ssh itself could only close the socket.
+"""
 
 from __future__ import annotations
 
@@ -18,86 +22,49 @@ LINGER_SECONDS = 30.0
 """How long a client that was refused may take to read why."""
 
 
-class End(asyncio.Protocol):
-    """One end of a relayed connection: what comes in here goes out at the `other`.
+class NearEnd(asyncio.Protocol):
+    """The connection that a client on this machine made. Nothing of it is read here."""
 
-    It serves as the protocol of an asyncio transport and as the session of an asyncssh channel,
-    whose errors asyncssh answers by ending the login with all its channels: a socket that is gone
-    before asyncio knows it must not raise here.
-    """
-
-    other: Any
-    transport: Any = None
-    """An `asyncio.Transport` or `asyncssh.SSHTCPChannel`: they have the same methods."""
-    ended = False
-    """Whether all that will come has come."""
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-
-    def session_started(self) -> None:
-        """asyncssh's: the channel is open."""
-
-    def data_received(self, data: bytes, datatype: int | None = None) -> None:
-        self.other.transport.write(data)
-
-    def eof_received(self) -> bool:
-        self.ended = True
-        with suppress(OSError):
-            self.other.transport.write_eof()
-        return not self.other.ended
-
-    def pause_writing(self) -> None:
-        self.other.transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self.other.transport.resume_reading()
-
-
-class FarEnd(End):
-    """The connection on the other machine."""
-
-    def __init__(self, near: NearEnd) -> None:
-        self.other = near
-        near.other = self
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.ended and error is None:
-            self.other.transport.close()
-        else:
-            self.other.reset()
-
-
-class NearEnd(End):
-    """The connection that a client on this machine made; nothing of it is read at first."""
+    transport: Any
+    far: FarEnd | None = None
 
     def __init__(self, arrived: Callable[[NearEnd], None]) -> None:
         self._arrived = arrived
         self.gone = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self.transport = transport
         self.transport.pause_reading()
         self._arrived(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
-        if self.other.transport is not None:
-            self.other.transport.close()
+        if self.far is not None:
+            self.far.transport.close()
 
-    def start(self) -> None:
-        """Read, now that there is a far end."""
-        if self.gone:
-            self.other.transport.close()
-        else:
-            self.transport.resume_reading()
+    def pause_writing(self) -> None:
+        if self.far is not None:
+            self.far.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.far is not None:
+            self.far.transport.resume_reading()
+
+    @property
+    def socket(self) -> Any:
+        return self.transport.get_extra_info("socket")
+
+    def write_eof(self) -> None:
+        """Nothing more will come."""
+        if not self.gone:
+            with suppress(OSError):  # gone before asyncio knows it
+                self.transport.write_eof()
 
     def reset(self) -> None:
         """End it so that what came over it is not taken for all that there was to come."""
         if not self.gone:
-            client = self.transport.get_extra_info("socket")
             with suppress(OSError):
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
 
     def refuse(self, host: str, error: ArtCloudError) -> None:
@@ -109,13 +76,28 @@ class NearEnd(End):
             "HTTP/1.1 502 Bad Gateway\r\nContent-Type: application/json\r\n"
             f"{REFUSED}: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
-        self.transport.set_protocol(_Refused())
         self.transport.write(head.encode() + body)
-        with suppress(OSError):
-            self.transport.write_eof()
-        self.transport.resume_reading()
+        self.write_eof()
+        self.transport.resume_reading()  # and dropped, so that the client reads the answer
         asyncio.get_running_loop().call_later(LINGER_SECONDS, self.transport.abort)
 
 
-class _Refused(asyncio.Protocol):
-    """Takes the rest of a refused request and drops it, so that the client reads the answer."""
+class FarEnd(asyncio.Protocol):
+    """What the login writes of the connection on the other machine."""
+
+    transport: Any
+
+    def __init__(self, near: NearEnd) -> None:
+        self._near = near
+        near.far = self
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._near.transport.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)

@@ -15,7 +15,7 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Literal
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from ..shared.errors import ArtCloudError, ConfigError, ServerUnavailableError
 from ..shared.progress import say
 from .endpoint import Endpoint, SSHRoute
-from .logins import Link, LinkLostError, log_in
+from .logins import LinkLostError, Login, log_in
 from .relay import FarEnd, NearEnd
 
 WAIT_SECONDS = 30.0
@@ -46,8 +46,7 @@ async def open_tunnel(
     Raises:
         ServerUnavailableError: the machine does not answer.
         ProviderError: it does not let this user in, or shows another host key than the known one.
-        ConfigError: the ssh configuration can't be read, there is neither asyncssh nor `ssh`, or
-            the local port is taken.
+        ConfigError: there is no ssh, its configuration can't be read, or the local port is taken.
     """
     try:
         listener = socket.create_server(("127.0.0.1", local_port), backlog=1024)
@@ -56,11 +55,11 @@ async def open_tunnel(
             f"Port {local_port} of this machine can't be used: {error.strerror}. Take another."
         ) from error
     try:
-        link = await log_in(route, remote_port)
+        login = await log_in(route)
     except BaseException:
         listener.close()
         raise
-    tunnel = Tunnel(route, remote_port, link, WAIT_SECONDS if wait is None else wait)
+    tunnel = Tunnel(route, remote_port, login, WAIT_SECONDS if wait is None else wait)
     await tunnel.listen(listener)
     return tunnel
 
@@ -92,21 +91,21 @@ class Tunnel:
     that went wrong.
     """
 
-    def __init__(self, route: SSHRoute, remote_port: int, link: Link, wait: float) -> None:
+    def __init__(self, route: SSHRoute, remote_port: int, login: Login, wait: float) -> None:
         self.state: TunnelState = "connected"
         self.reconnects = 0
         self.last_error: ArtCloudError | None = None
         self._route = route
         self._remote_port = remote_port
         self._wait = wait
-        self._link: Link | None = link
-        self._client = link.client
+        self._login: Login | None = login
         self._settled = asyncio.Event()
         """Set once the last attempt to log in has succeeded or failed."""
         self._settled.set()
         self._keeping = asyncio.create_task(self._keep())
         self._watching = asyncio.create_task(self._watch())
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def listen(self, listener: socket.socket) -> None:
         self.port: int = listener.getsockname()[1]
@@ -124,7 +123,7 @@ class Tunnel:
     @property
     def description(self) -> str:
         return (
-            f"{self.url} to port {self._remote_port} of {self.host} by {self._client}: "
+            f"{self.url} to port {self._remote_port} of {self.host}: "
             f"{self.state}, {self.reconnects} reconnects"
         )
 
@@ -135,7 +134,7 @@ class Tunnel:
         """Lead to another port or machine from now on; the local port stays."""
         self._route, self._remote_port = route, remote_port
         self._keeping.cancel()
-        self._drop_link()
+        self._drop_login()
         self._keeping = asyncio.create_task(self._keep())
 
     async def failed(self) -> ArtCloudError:
@@ -146,26 +145,33 @@ class Tunnel:
 
     async def close(self) -> None:
         """Stop listening, and reset the connections that are open."""
-        self.state = "closed"
-        tasks = [self._keeping, self._watching, *self._connecting]
+        self._server.close()
+        tasks = [self._keeping, self._watching, *self._connections]
         for task in tasks:
             task.cancel()
-        self._server.close()
-        if self._link is not None:
-            self._link.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._drop_login()
+        self.state = "closed"
+        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
+
+    @staticmethod
+    def _in_background(
+        tasks: set[asyncio.Task[None]], coroutine: Coroutine[None, None, None]
+    ) -> None:
+        task = asyncio.create_task(coroutine)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _keep(self) -> None:
         """Log in again whenever the login ends, until that is of no use."""
         while True:
-            if self._link is not None:
-                reason = await self._link.lost()
+            if self._login is not None:
+                reason = await self._login.lost()
                 self.last_error = ServerUnavailableError(f"{self.host}: {reason}.")
-                self._drop_link()
+                self._drop_login()
                 say(f"{self.host}: {reason}. Logging in again; calls wait.")
             lost_at = time.monotonic()
             try:
-                self._link = await self._log_in_again()
+                self._login = await self._log_in_again()
             except ArtCloudError as error:
                 self.state, self.last_error = "failed", error
                 say(f"The tunnel to {self.host} failed. {error}")
@@ -176,23 +182,22 @@ class Tunnel:
             self._settled.set()
             say(f"{self.host}: connected again after {time.monotonic() - lost_at:.1f} s.")
 
-    async def _log_in_again(self) -> Link:
+    async def _log_in_again(self) -> Login:
         pause = FIRST_PAUSE
         while True:
             try:
-                with_ssh = self._client == "ssh"
-                return await log_in(self._route, self._remote_port, with_ssh=with_ssh)
+                return await log_in(self._route)
             except ServerUnavailableError as error:
                 self.last_error = error
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _drop_link(self) -> None:
+    def _drop_login(self) -> None:
         self.state = "reconnecting"
         self._settled.clear()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._login is not None:
+            self._in_background(self._ending, self._login.close())
+            self._login = None
 
     async def _watch(self) -> None:
         """Don't wait for keep-alives where it is plain that the login is lost."""
@@ -200,22 +205,25 @@ class Tunnel:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             before, skew = skew, time.time() - time.monotonic()
-            if self._link is None:
+            if self._login is None:
                 continue
-            if skew - before > SLEPT_SECONDS or not _is_ours(self._link.address):
-                self._link.close()
+            if skew - before > SLEPT_SECONDS or not _is_ours(self._login.address):
+                await self._login.close()
 
     def _arrived(self, near: NearEnd) -> None:
-        task = asyncio.create_task(self._connect(near))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._in_background(self._connections, self._serve(near))
 
-    async def _connect(self, near: NearEnd) -> None:
-        """Give the client its connection, or the reason why there is none."""
-        far = FarEnd(near)
+    async def _serve(self, near: NearEnd) -> None:
+        """Give the client its connection until that ends, or the reason why there is none."""
+        here, there = socket.socketpair()
         try:
-            async with asyncio.timeout(self._wait):
-                await self._open(far)
+            try:
+                async with asyncio.timeout(self._wait):
+                    login, control = await self._connect(near.socket, there)
+            finally:
+                there.close()
+            with control:
+                await self._relay(near, here, login, control)
         except ArtCloudError as error:
             near.refuse(self.host, error)
         except TimeoutError:
@@ -225,24 +233,43 @@ class Tunnel:
                     f"No connection to {self.host} for {self._wait:g} s. {self.last_error or ''}"
                 ),
             )
-        except asyncio.CancelledError:
+        except BaseException:
             near.reset()
             raise
-        else:
-            near.start()
+        finally:
+            here.close()
 
-    async def _open(self, far: FarEnd) -> None:
+    async def _connect(
+        self, source: socket.socket, sink: socket.socket
+    ) -> tuple[Login, socket.socket]:
         while True:
             await self._settled.wait()
-            if self._link is None:
+            if self._login is None:
                 assert self.last_error is not None
                 raise self.last_error
-            link = self._link
+            login = self._login
             try:
-                return await link.open(far)
+                return login, await login.connect(self._remote_port, source, sink)
             except LinkLostError:
-                if self._link is link:
-                    self._drop_link()
+                if self._login is login:
+                    self._drop_login()
+
+    async def _relay(
+        self, near: NearEnd, here: socket.socket, login: Login, control: socket.socket
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        transport, far = await loop.create_connection(lambda: FarEnd(near), sock=here)
+        try:
+            await far.ended
+            if not await login.is_alive():
+                near.reset()
+                return
+            near.write_eof()
+            if not near.gone:
+                await loop.sock_recv(control, 1)  # until the client has ended it too
+            near.transport.close()
+        finally:
+            transport.close()
 
 
 def _is_ours(address: str | None) -> bool:

@@ -41,7 +41,7 @@ from .structured import ChatOptions, open_chat
 
 SHOWN = ("answered", "turns", "tool_calls", "tool_errors")
 EXCEPTIONS = 0.1
-"""The share of rollouts that may fail in a step."""
+"""The share of a step's rollouts that may fail before the step is given up."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AutoResult:
     base: list[dict[str, float]]
     """Means over the attempts of the weights of step 0: `score` and the names in `SHOWN`."""
     trained: list[dict[str, float]]
-    """The same of the weights of `step`, judged beside those."""
+    """Means over the attempts of the weights of `step`, judged beside those of step 0."""
 
     def summary(self) -> dict[str, float | int | str | None]:
         """`base`, `trained`: mean scores, 0 to 1; `difference` with `error`, the half width of its

@@ -21,12 +21,13 @@ from ..rollouts.trajectory import History
 from ..shared.errors import ConfigError
 
 Conversation: TypeAlias = tuple[str, ...]
-"""JSON a line: the tools, if there are any, then the messages."""
+"""A conversation as the judge sees it: one line of JSON for the tools, if any, and for each
+message."""
 Content: TypeAlias = tuple[Conversation, ...]
-"""A trajectory's own conversation, then its additional histories."""
+"""What is judged of one trajectory: its own conversation, then its additional histories."""
 
 WORTH_SHARING = 200
-"""Characters that have to be saved by a context of its own."""
+"""A beginning that conversations share is sent once only if that saves so many characters."""
 
 PROMPT = """\
 An agent was given the same goal several times. Each attempt is a trajectory. Work out the goal from
@@ -75,7 +76,7 @@ class JudgeCall(NamedTuple):
     ids: list[str]
 
     def check(self, answer: Judgement) -> list[str]:
-        """What is wrong with an answer, said so that the judge can mend it."""
+        """What is wrong with an answer, in words by which the judge can correct it."""
         given = Counter(score.trajectory_id for score in answer.scores)
         missing = [id for id in self.ids if id not in given]
         unknown = [id[:40] for id in given if id not in self.ids]
@@ -104,12 +105,12 @@ def content_of(history: History, more: Sequence[History] = ()) -> Content:
 
 
 def shuffled(contents: Iterable[Content], seed: int) -> list[Content]:
-    """The distinct contents in an order that says nothing: not even where they stood before."""
+    """The distinct contents in an order that says nothing, not even where they stood before."""
     return sorted(set(contents), key=lambda content: _digest(content, seed))
 
 
 def make_call(contents: Sequence[Content], rubric: str) -> JudgeCall:
-    """The question that has `contents` compared."""
+    """The question that asks a judge to compare `contents`."""
     text = "\n".join(line for content in contents for lines in content for line in lines)
     mark = _unused(text, 1, 6)[0]
     ids = _unused(text, len(contents), 4)
@@ -181,7 +182,8 @@ def _continues(context: int | None) -> str:
 def _share(
     conversations: Sequence[Conversation],
 ) -> tuple[list[_Context], list[tuple[int | None, int]]]:
-    """Contexts, and for each conversation the one it continues and how many lines that makes."""
+    """The shared beginnings, and for each conversation the one that it continues and its length in
+    lines."""
     contexts: list[_Context] = []
     places: list[tuple[int | None, int]] = [(None, 0)] * len(conversations)
 

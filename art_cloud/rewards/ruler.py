@@ -31,20 +31,20 @@ DEFAULT_RUBRIC = """\
 - Small differences in quality are small differences in score, large ones are large.
 - Progress towards a goal that is not reached earns part of the score.
 """
-"""What serves for most tasks: the judge finds the goal in the messages themselves."""
+"""The rubric that serves for most tasks: the judge finds the goal in the messages themselves."""
 
 PER_CALL = 16
-"""Trajectories that one call compares: more are split into calls that share some."""
+"""How many trajectories one call compares. More are split into calls that share some."""
 ANCHORS = 3
 STRETCH = 2.0
-"""The most that a call's scores are stretched, or squeezed, to fit those of the first one."""
+"""The most that the scores of a call are stretched or squeezed to fit those of the first call."""
 
 
 class TrajectoryScore(BaseModel):
     """What a judge says of one trajectory."""
 
     trajectory_id: str
-    """Its place among those that were given, from "1"."""
+    """The place of the trajectory among those that were judged, from "1"."""
     explanation: str
     score: float = Field(ge=0, le=1)
 
@@ -189,7 +189,7 @@ async def _score(
 
 
 Verdicts: TypeAlias = dict[Content, tuple[float, str]]
-"""Scores with their explanations."""
+"""The score and the explanation of each content."""
 
 
 async def _judge(chat: StructuredChat, contents: Sequence[Content], rubric: str) -> Verdicts:
@@ -200,7 +200,7 @@ async def _judge(chat: StructuredChat, contents: Sequence[Content], rubric: str)
 
 
 def _spread(scores: Verdicts) -> list[Content]:
-    """ANCHORS trajectories from the worst to the best of a call."""
+    """`ANCHORS` trajectories of a call, spread evenly from the worst to the best."""
     ranked = sorted(scores, key=lambda content: scores[content][0])
     return [ranked[round(n * (len(ranked) - 1) / (ANCHORS - 1))] for n in range(ANCHORS)]
 
@@ -247,7 +247,7 @@ def _as_litellm(
 
 
 def _spent(trajectory: Trajectory, usage: ChatUsage, among: int) -> Trajectory:
-    """A copy that may be written to, with its share of what the judge used."""
+    """A copy of `trajectory` for the score, with its share of the tokens that the judge used."""
     metrics = trajectory.metrics | {
         "ruler_prompt_tokens": usage.prompt_tokens / among,
         "ruler_completion_tokens": usage.completion_tokens / among,

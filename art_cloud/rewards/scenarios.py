@@ -19,11 +19,11 @@ from ..shared.validation import complaint
 from .structured import ChatOptions, open_chat
 
 PER_CALL = 16
-"""Tasks that are asked for at once."""
+"""How many tasks one call of the generator asks for."""
 SHOWN = 50
-"""Tasks that the generator is shown, so that it writes others."""
+"""How many of the tasks so far the generator is shown, so that it writes others."""
 FRUITLESS = 3
-"""Calls without a new task in a row, after which the generator is given up."""
+"""The generator is given up after so many calls in a row without a new task."""
 TOO_SIMILAR = 0.7
 """ROUGE-L above which two tasks count as the same (Self-Instruct, arXiv:2212.10560, section 2.2)"""
 

@@ -40,11 +40,12 @@ OPENAI = "https://api.openai.com/v1"
 CONCURRENCY = 8
 OURS = {"model", "messages", "response_format", "stream", "n"}
 QUOTED = 2000
-"""Characters of a bad answer that an error shows, and that the model is shown again."""
+"""How many characters of a bad answer are shown in an error, and to the model when it is asked
+again."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a judge or a generator that is given by its name is reached.
+    """How to reach a judge or a generator that is given by its name.
 
     base_url: The endpoint. Default: OPENAI_BASE_URL, or OpenAI's own.
     api_key: Default: OPENAI_API_KEY, which goes only to the default endpoint.
@@ -62,7 +63,7 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass
 class ChatUsage:
-    """What was asked of a model so far. `cost` is in USD, and None where no price is known."""
+    """The requests that were made to a model so far."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -84,7 +85,7 @@ class ChatUsage:
 
 @dataclass
 class _Shared:
-    """What the calls to one model in one event loop have in common."""
+    """State that all calls to one model in one event loop share."""
 
     permits: asyncio.Semaphore
     refuses_schema: bool = False
@@ -204,7 +205,7 @@ class StructuredChat:
     async def _try(
         self, messages: list[Any], form: type[F], check: Callable[[F], Sequence[str]]
     ) -> tuple[F | str, Sequence[str]]:
-        """The answer and no problem, or its text and what is wrong with it."""
+        """Ask once: the parsed answer and None, or the answer's text and what is wrong with it."""
         choice = await self._complete(messages, form)
         text = choice.message.content or ""
         try:
@@ -287,13 +288,15 @@ def _model_of(name: str, options: ChatOptions) -> Model[Any]:
 
 
 def _response_format(form: type[BaseModel]) -> Any:
-    """The same bytes on each call: endpoints compile a schema once, and keep it."""
+    """The `response_format` for a form. It has the same bytes on each call: endpoints compile a
+    schema once."""
     schema = {"name": form.__name__.strip("_"), "schema": form.model_json_schema(), "strict": True}
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _json_in(text: str) -> str:
-    """The JSON object in an answer: models that no grammar binds think before it, and fence it."""
+    """The JSON object in an answer: without a grammar, models think before it and put it between
+    fences."""
     text = text.rpartition("</think>")[2]
     start, end = text.find("{"), text.rfind("}")
     return text[start : end + 1] if 0 <= start < end else text

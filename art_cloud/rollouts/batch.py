@@ -82,7 +82,7 @@ def make_batch(
 def logged_trajectories(
     groups: Sequence[TrajectoryGroup],
 ) -> tuple[list[LoggedTrajectory], bytes]:
-    """What `model.log` keeps of each, and the batch of their samples.
+    """The trajectories as `model.log` keeps them, and the batch of their samples.
 
     A trajectory that could not be trained on (it holds something that is neither a message nor a
     choice) is kept without samples.
@@ -162,7 +162,7 @@ def reward_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
 def as_groups(
     trajectories: Iterable[Trajectory | TrajectoryGroup | BaseException],
 ) -> list[TrajectoryGroup]:
-    """Groups as they are; trajectories (and exceptions) that stand alone, as one group.
+    """Groups stay as they are; trajectories and exceptions that stand alone become one group.
 
     Raises:
         ConfigError: something is neither.
@@ -225,7 +225,7 @@ def _samples(trajectory: Trajectory, name: ModelName, what: str) -> list[Sample]
 
 
 def _unmasked(samples: list[Sample], what: str, config: TrainConfig) -> list[Sample]:
-    """The samples whose logprobs are the model's own."""
+    """The samples that may be trained on: no grammar or forced tool had a say in them."""
     unmasked = [sample for sample in samples if not sample.masked]
     if len(unmasked) < len(samples) and config.masked_samples == "refuse":
         raise UntrainableError(
@@ -245,7 +245,7 @@ def _unmasked(samples: list[Sample], what: str, config: TrainConfig) -> list[Sam
 
 
 def _model_of(policy: str) -> ModelName | None:
-    """The model of a policy; None of the base model's."""
+    """The model that a policy belongs to; None for the base model."""
     try:
         return PolicyName.parse(policy).model
     except ConfigError:
@@ -253,5 +253,5 @@ def _model_of(policy: str) -> ModelName | None:
 
 
 def _told(metadata: Mapping[str, object]) -> str:
-    """A few of the metadata, to tell one trajectory from another."""
+    """A few entries of the metadata, so that a message can say which trajectory it means."""
     return f" ({', '.join(f'{k}={v}' for k, v in list(metadata.items())[:3])})" if metadata else ""

@@ -20,7 +20,8 @@ class DatasetBatch(Generic[T]):
 
     items: list[T]
     step: int
-    """Counted over all epochs, from 0: the model's own step before it is trained on the batch."""
+    """The number of the batch over all epochs, from 0. It equals the step of the model before
+    training on it."""
     epoch: int
     epoch_step: int
 

@@ -112,7 +112,7 @@ async def gather_trajectories(
 async def gather_one(
     group: Awaitable[TrajectoryGroup], gathering: Gathering
 ) -> TrajectoryGroup | None:
-    """Run one group under the limits of `gathering`; None if it failed as a whole, and may."""
+    """Run one group under the limits of `gathering`; None if all of it failed and may."""
     watch = Watch(gathering, not isinstance(group, TrajectoryGroup))
     gathering.expect(int(watch.opaque))
     task = _start(group, watch)
@@ -136,7 +136,7 @@ def _start(group: Awaitable[TrajectoryGroup], watch: Watch) -> asyncio.Future[Tr
 
 
 async def _watched(task: asyncio.Future[TrajectoryGroup], watch: Watch) -> TrajectoryGroup | None:
-    """The group of `task`, or None where it failed as a whole, and may."""
+    """The group that `task` returns; None where the group failed as a whole, and is allowed to."""
     gathering = watch.gathering
     try:
         await asyncio.wait([task], timeout=gathering.timeout)
@@ -146,6 +146,12 @@ async def _watched(task: asyncio.Future[TrajectoryGroup], watch: Watch) -> Traje
     except Exception as error:
         gathering.failed(error)
         return None
+    if not isinstance(group, TrajectoryGroup):
+        raise ConfigError(
+            f"What was awaited for a group returned a {type(group).__name__}. Give "
+            "TrajectoryGroup(rollout(...) for _ in range(8)), or have it return one; single "
+            "rollouts are for gather_trajectories."
+        )
     if watch.opaque:
         gathering.expect(len(group) - 1)
         gathering.succeeded(group)

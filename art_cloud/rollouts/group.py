@@ -78,7 +78,8 @@ class TrajectoryGroup(BaseModel):
         return self._run().__await__()
 
     async def _run(self) -> TrajectoryGroup:
-        """Run what is pending: a group of all of it and of what was there."""
+        """Run the pending rollouts; return a group of their results and of the trajectories that
+        were there."""
         pending, self._pending = self._pending, []
         results = await run_pending(pending)
         return TrajectoryGroup(

@@ -19,7 +19,7 @@ from ..shared.wire import decode_batch
 from .trajectory import History, Trajectory
 
 MAX_BYTES = 1 << 30
-"""Of a recording's samples, written out."""
+"""The largest size of a recording's samples after decompression."""
 
 
 class RecordedTrajectory(Trajectory):
@@ -35,7 +35,8 @@ class RecordedTrajectory(Trajectory):
 
 
 def fill(trajectory: Trajectory, recording: Recording) -> None:
-    """Make the recorded calls the conversations of `trajectory`, the first one's its own."""
+    """Put the recorded calls into `trajectory`: the first conversation is its own, others are
+    additional."""
     samples = decode_batch(recording.samples, MAX_BYTES).unpack().samples
     conversations: list[_Conversation] = []
     for call in recording.calls:
@@ -62,7 +63,7 @@ def fill(trajectory: Trajectory, recording: Recording) -> None:
 
 
 class _Conversation:
-    """A conversation as it grows: the messages that a client would send to go on with it."""
+    """A conversation that grows: the messages that a client would send to continue it."""
 
     def __init__(self, tools: Any) -> None:
         self.tools = tools
@@ -71,11 +72,12 @@ class _Conversation:
         self.ids: list[int] = []
 
     def begins(self, keys: Sequence[str]) -> bool:
-        """Whether messages with `keys` are this conversation and something more."""
+        """Whether messages with these `keys` continue this conversation."""
         return len(keys) > len(self.keys) and keys[: len(self.keys)] == self.keys
 
     def begins_ids(self, messages: Sequence[Any], sample: Sample) -> bool:
-        """The same by token ids, where a client has written the messages anew."""
+        """Whether these token ids continue the conversation, where a client wrote its messages in
+        another way."""
         roles = [_role(item) for item in self.items]
         return (
             len(messages) > len(roles)
@@ -107,7 +109,7 @@ class _Conversation:
 def _continued(
     conversations: list[_Conversation], messages: list[Any], tools: Any, sample: Sample
 ) -> _Conversation | None:
-    """The longest conversation that a call goes on with, if it goes on with any."""
+    """The longest conversation that a call continues; None if it continues none."""
     keys = [_key(message) for message in messages]
     same_tools = [one for one in conversations if one.tools == tools]
     candidates = [one for one in same_tools if one.begins(keys)] or [
@@ -121,7 +123,7 @@ def _role(item: Any) -> str:
 
 
 def _key(message: dict[str, Any]) -> str:
-    """What is the same of a message however a client library writes it."""
+    """The parts of a message that are equal whichever client library wrote it."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content)

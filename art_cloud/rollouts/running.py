@@ -28,12 +28,12 @@ CANCEL_SECONDS = 2.0
 """How long a cancelled rollout may take to clean up before it is left behind."""
 LIBRARIES = get_path("stdlib"), get_path("purelib")
 LISTED = 5
-"""Failures that a TooManyExceptionsError lists."""
+"""How many failures a TooManyExceptionsError lists."""
 
 
 @dataclass
 class Gathering:
-    """What one call of `gather_*` counts."""
+    """The counters and limits of one call of `gather_*`."""
 
     bar: Bar
     max_exceptions: int | float
@@ -96,7 +96,7 @@ class Gathering:
 
 
 def _where_and_why(error: Exception) -> str:
-    """With the line of the rollout's own code that a bug is in."""
+    """The error as text, with the line of the rollout's own code at which it was raised."""
     why = f"{type(error).__name__}: {error}"
     lines = extract_tb(error.__traceback__)
     own = [line for line in lines if not line.filename.startswith(LIBRARIES)]
@@ -107,7 +107,8 @@ def _where_and_why(error: Exception) -> str:
 
 @dataclass
 class Watch:
-    """One awaitable of `gather_trajectory_groups`; opaque until it runs a TrajectoryGroup."""
+    """One awaitable that was given to `gather_trajectory_groups`. What it runs is known once it
+    awaits a TrajectoryGroup."""
 
     gathering: Gathering
     opaque: bool = True
@@ -160,7 +161,7 @@ async def within_deadline(task: asyncio.Future[T], timeout: float | None) -> T:
 async def all_or_none(
     tasks: Sequence[asyncio.Future[Any]], watchers: list[Coroutine[Any, Any, T]]
 ) -> list[T]:
-    """What `watchers` return. If one fails, or the caller is cancelled, all are cancelled."""
+    """Await all `watchers`. If one fails, or the caller is cancelled, all of them are cancelled."""
     watching = [asyncio.ensure_future(watcher) for watcher in watchers]
     try:
         return await asyncio.gather(*watching)
@@ -169,7 +170,7 @@ async def all_or_none(
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what is not done, and wait a little for it to clean up."""
+    """Cancel the tasks that are not done, and give them CANCEL_SECONDS to clean up."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()

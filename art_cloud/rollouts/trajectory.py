@@ -110,7 +110,7 @@ class Trajectory(History):
         self.logs.append(message)
 
     def finish(self) -> Trajectory:
-        """Write the seconds since this trajectory was made to its metric `duration`."""
+        """Set the metric `duration`: the seconds since this trajectory was made."""
         elapsed = datetime.now(UTC) - self.start_time
         self.metrics["duration"] = elapsed.total_seconds()
         return self
@@ -149,7 +149,7 @@ class RolloutFailure(BaseModel):
 
 
 def _message(item: Any) -> Message:
-    """`item` as a message whose content chat templates can take: never None."""
+    """The item as a message for a chat template: `content` is never None."""
     if is_choice(item):
         item = item.message
     if isinstance(item, BaseModel):

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from .validation import refused
 
 RewardScale = Literal["group", "batch", "none"]
 Normalization = Literal["token", "sequence", "fixed"]
@@ -16,7 +26,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepNumber = Annotated[int, Field(ge=0, lt=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Moderate = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
-"""Beyond, float32 overflows in what it is multiplied with."""
+"""A number up to 1e6: with larger ones the products that it is part of overflow in float32."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -24,7 +34,22 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LoRAConfig(Frozen):
+class Config(Frozen):
+    """What a script sets by name. What can't be meant is a `ConfigError` where it is set, and
+    pydantic's own error where data are read."""
+
+    if not TYPE_CHECKING:  # type checkers know the names from the fields
+
+        def __init__(self, **chosen: Any) -> None:
+            try:
+                super().__init__(**chosen)
+            except ValidationError as error:
+                raise refused(type(self).__name__, error, type(self)) from None
+
+        __init__.__pydantic_base_init__ = True  # what reads data does not come here
+
+
+class LoRAConfig(Config):
     """The adapter (Hu et al. 2021, arXiv:2106.09685). `seed` makes its first weights repeatable."""
 
     rank: int = Field(16, ge=1, le=1024)
@@ -70,7 +95,7 @@ PRESETS: dict[PolicyLoss, LossOptions] = {
 }
 
 
-class TrainConfig(Frozen):
+class TrainConfig(Config):
     """One GRPO step. An option left at None takes the value that the paper of `loss` gives."""
 
     learning_rate: Moderate = 5e-6
@@ -78,7 +103,7 @@ class TrainConfig(Frozen):
     scale_rewards: RewardScale | None = None
     normalization: Normalization | None = None
     fixed_length: PositiveInt | None = None
-    """Tokens that "fixed" normalization divides by, for each trajectory."""
+    """The number of tokens that "fixed" normalization divides by, for each trajectory."""
     ratio_level: RatioLevel | None = None
     epsilon_low: Moderate | None = None
     epsilon_high: Moderate | None = None
@@ -110,7 +135,7 @@ class TrainConfig(Frozen):
         return preset._replace(**{k: v for k, v in chosen.items() if v is not None})
 
 
-class SFTConfig(Frozen):
+class SFTConfig(Config):
     """Supervised fine-tuning on the assistant's messages. One call is one step of the model."""
 
     learning_rate: Moderate = 1e-4
@@ -122,17 +147,17 @@ class SFTConfig(Frozen):
     weight_decay: Moderate = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     seed: Seed = 0
-    """Of the order in which the examples are seen."""
+    """The seed of the order in which examples are seen."""
 
 
-class Retention(Frozen):
+class Retention(Config):
     """Which steps of a model stay; those that no rule names are removed.
 
     What always stays: the newest step, and the one that the model began with.
     """
 
     keep_last: PositiveInt | None = None
-    """So many of the newest steps."""
+    """The number of newest steps that stay."""
     keep_best: str | None = None
     """The step where this metric is highest, say "val/reward". Steps that are newer than the last
     one that has the metric stay until they have it: their evaluation may be under way."""

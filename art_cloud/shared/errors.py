@@ -114,7 +114,7 @@ class RivalError(ConflictError):
 
     code = "rival_server"
     call_id = ""
-    """Of the call that made the step; empty where that is not known."""
+    """The id of the call that made the step; empty where it is not known."""
 
 
 class ServerError(ArtCloudError):

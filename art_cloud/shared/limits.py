@@ -19,7 +19,7 @@ def parse_duration(value: str | float) -> float:
     text = str(value).strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     seconds = float(match[1]) * UNITS[match[2] or "s"] if match else 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise ConfigError(
             f"{value!r} is not a duration. Write it like '90s', '15m', '2h' or '1d', or as a "
             "number of seconds above 0."
@@ -31,7 +31,7 @@ def parse_deadline(value: str | float | datetime) -> float | datetime:
     """A duration in seconds, or a point in time ("2026-12-24T18:00"; local without an offset).
 
     Raises:
-        ConfigError: It is neither, or a time that has passed.
+        ConfigError: It is neither, or a time that has passed, or that no calendar has.
     """
     if isinstance(value, int | float):
         return parse_duration(value)
@@ -39,7 +39,10 @@ def parse_deadline(value: str | float | datetime) -> float | datetime:
         point = value if isinstance(value, datetime) else datetime.fromisoformat(value)
     except ValueError:
         return parse_duration(str(value))
-    point = point.astimezone(UTC)
+    try:
+        point = point.astimezone(UTC)
+    except (OverflowError, ValueError):
+        raise ConfigError(f"The deadline {value} is beyond what a calendar has.") from None
     if point <= datetime.now(UTC):
         raise ConfigError(f"The deadline {value} has passed already.")
     return point
@@ -52,7 +55,8 @@ def reserve(allowed: float) -> float:
 
 
 def words(seconds: float) -> str:
-    """The two largest units: "2 d 3 h", "14 m 5 s", "0.5 s"; "ever" if there is no end to it."""
+    """Seconds in words, by the two largest units: "2 d 3 h", "14 m 5 s", "0.5 s"; "ever" for
+    infinity."""
     if not math.isfinite(seconds):
         return "ever"
     if seconds < 10:

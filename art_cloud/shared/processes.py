@@ -1,4 +1,4 @@
-"""What makes a process this one, and not another that was given the same id later."""
+"""The identity of a process, which no later process with the same id shares."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "ART_CLOUD_MARK"
-"""A variable of the environment that a server and all that it starts have in common, and nothing
-else has: what a killed server left behind is known by it."""
+"""An environment variable that a server hands to all that it starts. By its value, the processes
+that a killed server left behind are found."""
 
 
 def identity_of(pid: int) -> str | None:

@@ -32,15 +32,15 @@ from rich.progress import (
 from rich.text import Text
 
 MILESTONES = 4
-"""Lines that a whole bar makes where there is no terminal, at most."""
+"""How many lines a whole bar prints at most where there is no terminal."""
 PAUSE_SECONDS = 10.0
-"""What is over sooner makes one line, its last."""
+"""Where there is no terminal, a bar that ends sooner prints one line, its last."""
 
 console = Console(stderr=True)
 
 
 class Bar:
-    """One thing that goes on: `done` of `total`, and a few words about it."""
+    """The progress of one thing: `done` of `total`, and a few words about it."""
 
     def __init__(self, description: str, total: float | None, in_bytes: bool = False) -> None:
         self.description = description
@@ -51,13 +51,13 @@ class Bar:
     def update(
         self, done: float | None = None, total: float | None = None, note: str | None = None
     ) -> None:
-        """Say how far it is; what is None stays as it was."""
+        """Update the progress; arguments that are None stay as they were."""
         self.done = self.done if done is None else done
         self.total = self.total if total is None else total
         self._show(note)
 
     def _show(self, note: str | None) -> None:
-        """Nothing, unless a subclass shows it."""
+        """Draw the bar. This class draws nothing; subclasses do."""
 
 
 class _Amount(ProgressColumn):
@@ -129,7 +129,7 @@ class _LineBar(Bar):
         self.start = self.shown_at = time.monotonic()
         self.reached = 0
         self.shown = 0.0
-        """What was done when the last line was printed."""
+        """The share that was done when the last line was printed."""
         self.note: str | None = None
 
     def _show(self, note: str | None) -> None:
@@ -180,7 +180,7 @@ def progress(
 
 
 def say_once(message: str) -> None:
-    """What several ways lead to is shown when it comes first."""
+    """Print a line unless it was printed before by this process."""
     if message not in _said:
         _said.add(message)
         say(message)

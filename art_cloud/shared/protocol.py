@@ -50,6 +50,9 @@ from .names import ModelName
 
 PROTOCOL = 1
 CALL_ID = "Art-Call-Id"
+AFTER = "Art-After"
+"""The id of the call before, whose step may not be durable yet: a server that does not know it has
+taken another's place, and makes no step from what is in the store."""
 VERSION = "Art-Version"
 POLICY = "Art-Policy"
 
@@ -70,16 +73,16 @@ def is_finite(value: object) -> bool:
 
 
 def finite(found: Any) -> Any:
-    """Of a mapping, what has a finite number for its value. All else is left to whoever checks."""
+    """The entries of a mapping whose values are finite numbers. A value that is no mapping is
+    returned as it is."""
     if not isinstance(found, Mapping):
         return found
     return {name: value for name, value in found.items() if is_finite(value)}
 
 
 Finite = Annotated[dict[K, float], BeforeValidator(finite), PlainSerializer(finite)]
-"""Numbers by their names, finite ones only, whatever is read and whatever is written: JSON has no
-others. A measurement that came to inf or nan is absent, as is the null that old files have for it.
-"""
+"""Numbers by their names. Those that JSON lacks (inf, nan) and null are dropped, both when read and
+when written."""
 Metrics = Finite[str]
 
 
@@ -107,7 +110,7 @@ class Sample(Received):
 
 
 class Clock(Received):
-    """A limit of the server's life. It ends a little before `remaining` is 0."""
+    """A limit of the server's life. The server ends a little before `remaining` is 0."""
 
     name: str
     """`lease`, `idle`, `budget` or `deadline`."""
@@ -131,7 +134,7 @@ class ServerInfo(Received):
     """When the server's credentials for the store end, if it knows."""
     policies: list[str]
     not_durable: list[str] = []
-    """Policies that are served and on their way to the store (`--durability async`)."""
+    """Policies that are served and not in the store yet (`--durability async`)."""
     jobs_queued: int
     requests_running: int
     requests_waiting: int
@@ -139,19 +142,19 @@ class ServerInfo(Received):
     """What the trainer is doing now, in words."""
     started_at: datetime
     loading_seconds: float | None = None
-    """What loading the base model took."""
+    """Seconds that loading the base model took."""
     clocks: list[Clock] = []
-    """What the server's life is limited by."""
+    """The limits of the server's life."""
     warnings: list[str] = []
-    """Ends that were announced and that nobody can put off."""
+    """Announced ends of the server that nobody can put off."""
     steps_made: NonNegativeInt = 0
+    """Counted since `started_at`, as the tokens trained on and sampled."""
     tokens_trained: NonNegativeInt = 0
     tokens_sampled: NonNegativeInt = 0
-    """All three since `started_at`."""
 
 
 class StoreCredentials(Frozen):
-    """What the server reaches its store with from now on: variables, as boto3 names them."""
+    """New credentials with which the server reaches its store: variables, as boto3 names them."""
 
     variables: dict[str, SecretStr]
 
@@ -172,7 +175,7 @@ class ModelInfo(Received):
 
 
 class StepResult(Received):
-    """What a finished job left behind: the newest step and its metrics."""
+    """The result of a finished job: the newest step and its metrics."""
 
     step: NonNegativeInt
     policy: str
@@ -213,8 +216,9 @@ class JobInfo(Received):
 
 
 class JobEvent(Received):
-    """Numbered from 1 within its job. `queued`, `started`, `progress`, then `done` or `failed`,
-    whose `data` is the job's `StepResult` or `ErrorBody`; a `warning` is of the server."""
+    """An event of a job, numbered from 1. Its kinds are `queued`, `started`, `progress`, then
+    `done` or `failed`, whose `data` is the job's `StepResult` or `ErrorBody`. A `warning` is about
+    the server."""
 
     number: int
     type: Literal["queued", "started", "progress", "warning", "done", "failed"]
@@ -223,7 +227,8 @@ class JobEvent(Received):
 
 
 class TrainGroup(Frozen):
-    """One group of trajectories: rewards, and for each the numbers of its samples in the batch.
+    """One group of trajectories: their rewards, and for each the places of its samples in the
+    batch.
 
     What else is known of each trajectory is not trained on, and kept beside the step.
     """
@@ -289,9 +294,10 @@ class CheckpointInfo(Received):
     created_at: datetime
     bytes: int
     call_id: str = ""
-    """Of the call that made it."""
+    """The id of the call that made the step."""
     metrics: Metrics
-    """Of the train call, and what was logged for this step (`val/reward`, ...)."""
+    """The metrics of the train call, and those that were logged for this step (`val/reward`, ...).
+    """
 
 
 class SessionRequest(Frozen):
@@ -311,7 +317,7 @@ class RecordedChoice(Received):
 
 
 class RecordedCall(Received):
-    """One request that was answered in full. Numbers are places in its `Recording`."""
+    """One request that was answered in full. Numbers are places in the lists of its `Recording`."""
 
     messages: list[NonNegativeInt]
     tools: NonNegativeInt | None
@@ -324,9 +330,9 @@ class Recording(Received):
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     texts: list[Any]
-    """Messages and lists of tools: each once, however often it was sent."""
+    """Messages and lists of tools, each once, however often it was sent."""
     calls: list[RecordedCall]
     cancelled: NonNegativeInt
-    """Requests that the client gave up, or that were under way when the session was closed."""
+    """How many requests the client gave up, or were under way when the session was closed."""
     samples: bytes
     """A batch (`wire`) without groups."""

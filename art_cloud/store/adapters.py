@@ -16,6 +16,7 @@ from safetensors import SafetensorError, deserialize, serialize
 
 from ..shared.config import LoRAConfig
 from ..shared.errors import ConfigError, ConflictError
+from ..shared.validation import complaint
 from ..shared.version import __version__
 from .base import sha256_of
 from .checkpoints import Checkpoints, Manifest
@@ -177,16 +178,19 @@ def _lora(adapter: Path, config: dict[str, Any]) -> LoRAConfig:
             )
     targets = config.get("target_modules")
     try:
-        return LoRAConfig(
-            rank=config.get("r"),
-            alpha=config.get("lora_alpha"),
-            target_modules=sorted(targets) if isinstance(targets, list) else targets,
+        return LoRAConfig.model_validate(
+            {
+                "rank": config.get("r"),
+                "alpha": config.get("lora_alpha"),
+                "target_modules": sorted(targets) if isinstance(targets, list) else targets,
+            }
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        value = error.errors(include_url=False)[0]["input"]
+        what, _, why = complaint(error).partition(": ")
         raise ConfigError(
-            f"{adapter / CONFIG}: {first['loc'][0]} is {first['input']!r}: {first['msg']}. "
-            "target_modules has to be a list of names."
+            f"{adapter / CONFIG}: {what} is {value!r}: {why}. target_modules has to be a list of "
+            "names."
         ) from error
 
 
@@ -212,4 +216,4 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ConfigError(f"{path} is not what `pull --all` wrote: {error}.") from error
+        raise ConfigError(f"{path} is not what `pull --all` wrote: {complaint(error)}.") from error

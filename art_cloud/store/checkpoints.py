@@ -9,8 +9,11 @@ already) or a rival. What makes that hold, however long one of them was stopped 
   whole first manifest. Who finds it without its step finishes it; who comes second goes on from it.
 - The newest step is never removed. So `removed/` is listed before `steps/`: then the newest of what
   is listed is there, whatever is made and removed between the two listings.
-- A manifest's blobs are made young before it is there, and looked at again afterwards. What garbage
-  collection took away meanwhile is put there again by whoever has the files.
+- A model is deleted by its next step: one of kind "end", without files. A server that still trains
+  the model finds the number taken, as by a rival, and stops. The name stays taken.
+- A manifest's blobs are young when it is created: they were just uploaded, or are touched first.
+  Afterwards they are looked at again. What garbage collection took away meanwhile is put there
+  again by whoever has the files.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
@@ -38,12 +41,16 @@ from .transfer import Transfer, Watch
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["init", "train", "sft", "fork", "push"]
+Kind = Literal["init", "train", "sft", "fork", "push", "end"]
 BEGINS = ("init", "fork", "push")
 """Kinds of a model's first step."""
 STEP = re.compile(r"/(?:steps|removed)/(\d{6,})\.json$")
 AT_ONCE = 8
 """Files that are read or written at once: in S3 each takes a round trip."""
+
+FRESH = timedelta(hours=1)
+"""Blobs that were uploaded since are young, and are not touched before their manifest is created.
+Far below the grace of garbage collection."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -160,7 +167,7 @@ class Checkpoints:
 
     def records(self) -> list[Manifest]:
         """Of all steps that ever were, in order."""
-        return [manifest for manifest in each(self.find, self._ever()) if manifest]
+        return [found for found in each(self.find, self._ever()) if found and found.kind != "end"]
 
     def manifests(self) -> list[Manifest]:
         """Of all steps that are there, in order; without those that are removed meanwhile."""
@@ -170,7 +177,7 @@ class Checkpoints:
                 return self._parse(self._key(step))
             return None
 
-        return [manifest for manifest in each(parse, self.steps()) if manifest]
+        return [found for found in each(parse, self.steps()) if found and found.kind != "end"]
 
     def beginning(self) -> Manifest:
         """What a model begins with, or is about to begin with: its blobs are no garbage.
@@ -180,6 +187,17 @@ class Checkpoints:
         return self._parse(self._first)
 
     def newest(self) -> Manifest | None:
+        """The newest step; None of a model that was never registered.
+
+        Raises `ConflictError` if the model was deleted.
+        """
+        last = self._last()
+        if last is not None and last.kind == "end":
+            raise ConflictError(_deleted(last))
+        return last
+
+    def _last(self) -> Manifest | None:
+        """The step with the highest number, be it the model's end."""
         steps = self._numbers("steps")  # the newest is never removed
         return self._parse(self._key(steps[-1])) if steps else None
 
@@ -246,6 +264,42 @@ class Checkpoints:
                 "Fork the step that you want to go on from, and go on with the fork."
             )
         self.store.create(self._key(step, "removed"), _json(left))
+
+    def end(self) -> Manifest:
+        """Delete the model for good: all steps, logged metrics and trajectories. Safe to repeat.
+
+        Its name stays taken. Its blobs go with the next `gc`, but for those of forks. A server that
+        still trains it makes no further step.
+
+        Raises:
+            NotFoundError: there is no such model.
+        """
+        last = self._last()
+        if last is None:
+            raise NotFoundError(f"{self.name} has no steps in {self.store.url}.")
+        while last.kind != "end":
+            end = Manifest(
+                project=self.name.project,
+                model=self.name.model,
+                step=last.step + 1,
+                kind="end",
+                call_id=uuid4().hex,
+                parent=Parent(project=last.project, model=last.model, step=last.step),
+                base_model=last.base_model,
+                lora=last.lora,
+                versions={},
+            )
+            with suppress(RivalError):  # a server made this step meanwhile: the next one is the end
+                self.create(end)
+            last = self._last() or end
+        for step in self.steps():
+            if step < last.step:
+                self.delete(step)
+        for folder in ("metrics", "trajectories"):
+            for key in self.store.list(f"{self.name}/{folder}/"):
+                with suppress(NotFoundError):  # somebody else deletes too
+                    self.store.delete(key)
+        return last
 
     def fork(self, to: ModelName, step: int | None = None) -> Manifest:
         """Start `to` with the content of a step (the newest by default). No content is copied.
@@ -399,14 +453,17 @@ class Checkpoints:
     def create(self, manifest: Manifest, folder: Path | None = None) -> Manifest:
         """The second half of `commit`: the manifest, whose files are in the store.
 
-        What is no longer there is put there again from `folder`.
+        Args:
+            folder: what was uploaded after the manifest was drafted (`created_at`). What of it is
+                no longer in the store is put there again.
 
         Raises:
             RivalError: another call took the step's number.
             ConflictError: it would be a model's first step, and another call has begun the model.
             NotFoundError: a file is in the store no more, and there is no `folder`.
         """
-        self._secure(manifest, folder)
+        if folder is None or datetime.now(UTC) - manifest.created_at > FRESH:
+            self._secure(manifest, folder)
         if manifest.kind in BEGINS:
             return self._begin(manifest, folder)
         there = manifest
@@ -469,8 +526,17 @@ def _same_beginning(first: Manifest, other: Manifest) -> bool:
     )
 
 
+def _deleted(end: Manifest) -> str:
+    return (
+        f"{end.name} was deleted at {end.created_at:%Y-%m-%d %H:%M:%S} UTC, and its name stays "
+        "taken. Choose another name."
+    )
+
+
 def superseded(there: Manifest) -> RivalError:
-    """What a server is told that wanted to make the step `there` too."""
+    """The error for a server that wanted to make the step `there` too."""
+    if there.kind == "end":
+        return RivalError(f"This step was not counted: {_deleted(there)}")
     error = RivalError(
         f"Step {there.step} of {there.name} was made by another call ({there.call_id}, "
         f"{there.created_at:%Y-%m-%d %H:%M:%S} UTC) on another server"

@@ -262,7 +262,14 @@ def _give_back(aside: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file, or the names in a folder, are on the disk.
+
+    Windows syncs what was opened to be written only, and has no call for a folder.
+    """
+    windows = os.name == "nt"
+    if windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -25,7 +25,6 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from botocore.parsers import ResponseParserError
 from pydantic import SecretStr
-from s3transfer.utils import signal_not_transferring, signal_transferring
 
 from ..shared.errors import ConfigError, NotFoundError
 from ..shared.version import __version__
@@ -50,7 +49,7 @@ from .s3_errors import (
     check_whole,
     code_of,
 )
-from .s3_transfer import THREADS, S3Object, download, upload
+from .s3_transfer import THREADS, S3Object, download, upload, uploads_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -120,12 +119,11 @@ class S3Store:
                 )
                 for attempts in (ATTEMPTS, 1)
             )
-        client.meta.events.register_first("request-created.s3", signal_not_transferring)
-        client.meta.events.register_last("request-created.s3", signal_transferring)
         until = credentials.get(UNTIL)
         self.credentials_until = datetime.fromisoformat(until) if until else None
         self._errors = Translator(self.url, client.meta.endpoint_url)
         self._client: S3Client = client
+        self._uploads = uploads_of(client)
         self._once: S3Client = once
         """For a request that must not be made again later than it was meant."""
 
@@ -229,7 +227,7 @@ class S3Store:
             if self.touch_blob(blob):
                 moved(blob.size)
             else:
-                upload(where, source, blob.size, self._pool, moved)
+                upload(self._uploads, where, source, moved)
             return blob
 
     def touch_blob(self, blob: Blob) -> bool:

@@ -49,7 +49,6 @@ ACTIONS = {
     "UploadPart": "s3:PutObject",
     "CompleteMultipartUpload": "s3:PutObject",
     "ListMultipartUploads": "s3:ListBucketMultipartUploads",
-    "ListParts": "s3:ListMultipartUploadParts",
 }
 """Operations whose action in an IAM policy has another name."""
 

@@ -1,4 +1,9 @@
-"""Large objects in parts, several at once, each gone on with where it broke."""
+"""Large objects in parts, several at once.
+
+Uploads are boto3's: each part is tried several times, and an upload that fails, or whose process is
+killed, is begun anew. Downloads are ours: boto3 begins a broken range from its start, so over a
+network that cuts connections after some megabytes it would never end.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +13,29 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
+from boto3.s3.transfer import ProgressCallbackInvoker, TransferConfig, create_transfer_manager
 from botocore.exceptions import ClientError
-from s3transfer.utils import ReadFileChunk
 
 from .s3_errors import BROKEN_BODY, DAMAGED, check_whole, code_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import CompletedPartTypeDef
+    from s3transfer.manager import TransferManager
 
     from .base import Moved
 
-T = TypeVar("T")
-
 THREADS = 8
 PART = 64 << 20
-"""Bytes of a part that is sent; S3 takes 5 MiB to 5 GiB, and 10,000 parts. Each costs the server
-more than its bytes."""
+"""Bytes of a part that is sent. Each costs the server more than its bytes."""
 RANGE = 16 << 20
 """Bytes that are asked for at once."""
-MOST_PARTS = 10_000
 CHUNK = 1 << 20
 BREAKS = 5
-"""How often in a row a range may break without a byte of progress."""
+"""How often in a row a range may break without a byte of progress, or an upload be begun anew."""
+AGAIN = (*DAMAGED, "NoSuchUpload")
+"""What an upload is begun anew after: it was damaged on its way, or somebody aborted it."""
 
 
 @dataclass(frozen=True)
@@ -42,116 +45,34 @@ class S3Object:
     key: str
 
 
-def upload(where: S3Object, source: Path, size: int, pool: Executor, moved: Moved) -> None:
-    """Put a file's content. What an earlier call of the same key and size left unfinished, in this
-    process or another, is gone on with: whoever names keys by content may do so."""
-    if size <= PART:
-        _undamaged(
-            lambda: where.client.put_object(
-                Bucket=where.bucket, Key=where.key, Body=_slice(source, 0, size, moved)
-            ),
-            *(size, moved),
-        )
-        return
-    part_bytes = max(PART, -(-size // MOST_PARTS))
-    sizes = {
-        number: min(part_bytes, size - start)
-        for number, start in enumerate(range(0, size, part_bytes), 1)
-    }
-    try:
-        _multipart(where, source, sizes, _unfinished(where, sizes), pool, moved)
-    except ClientError as error:
-        if code_of(error) != "NoSuchUpload":
-            raise
-        moved(-size)  # another process finished or aborted it
-        _multipart(where, source, sizes, _begin(where), pool, moved)
-
-
-def _multipart(
-    where: S3Object,
-    source: Path,
-    sizes: dict[int, int],
-    begun: tuple[str, dict[int, str]],
-    pool: Executor,
-    moved: Moved,
-) -> None:
-    upload_id, tags = begun
-    moved(sum(sizes[number] for number in tags))
-
-    def send(number: int) -> None:
-        start = (number - 1) * sizes[1]
-        sent = _undamaged(
-            lambda: where.client.upload_part(
-                Bucket=where.bucket,
-                Key=where.key,
-                UploadId=upload_id,
-                PartNumber=number,
-                Body=_slice(source, start, sizes[number], moved),
-            ),
-            *(sizes[number], moved),
-        )
-        tags[number] = sent["ETag"]
-
-    _each(pool, send, sizes.keys() - tags.keys())
-    parts: list[CompletedPartTypeDef] = [
-        {"PartNumber": number, "ETag": tags[number]} for number in sizes
-    ]
-    where.client.complete_multipart_upload(
-        Bucket=where.bucket,
-        Key=where.key,
-        UploadId=upload_id,
-        MultipartUpload={"Parts": parts},
+def uploads_of(client: S3Client) -> TransferManager:
+    """What uploads, several parts of several files at once."""
+    config = TransferConfig(
+        multipart_threshold=PART + 1,
+        multipart_chunksize=PART,
+        max_concurrency=THREADS,
+        preferred_transfer_client="classic",
     )
+    return create_transfer_manager(client, config)
 
 
-def _undamaged(send: Callable[[], T], size: int, moved: Moved) -> T:
-    """Send so many bytes again if the server says that they did not arrive as they were signed."""
-    for _ in range(BREAKS - 1):
+def upload(uploads: TransferManager, where: S3Object, source: Path, moved: Moved) -> None:
+    """Put a file's content."""
+    for attempt in range(1, BREAKS + 1):
+        sent: list[int] = []
+
+        def told(count: int, sent: list[int] = sent) -> None:
+            sent.append(count)
+            moved(count)
+
+        progress = ProgressCallbackInvoker(told)
         try:
-            return send()
+            uploads.upload(str(source), where.bucket, where.key, subscribers=[progress]).result()
+            return
         except ClientError as error:
-            if code_of(error) not in DAMAGED:
+            if code_of(error) not in AGAIN or attempt == BREAKS:
                 raise
-            moved(-size)
-    return send()
-
-
-def _slice(source: Path, start: int, size: int, moved: Moved) -> Any:
-    """A body that is read when it is sent."""
-    if not size:
-        return b""
-
-    def told(bytes_transferred: int) -> None:
-        moved(bytes_transferred)
-
-    return ReadFileChunk.from_filename(str(source), start, size, callbacks=[told])
-
-
-def _begin(where: S3Object) -> tuple[str, dict[int, str]]:
-    begun = where.client.create_multipart_upload(Bucket=where.bucket, Key=where.key)
-    return begun["UploadId"], {}
-
-
-def _unfinished(where: S3Object, sizes: dict[int, int]) -> tuple[str, dict[int, str]]:
-    """An open upload of this key and the tags of its parts of these sizes; a new one if none is."""
-    uploads = where.client.list_multipart_uploads(Bucket=where.bucket, Prefix=where.key)
-    open_ids = [
-        (found["Initiated"], found["UploadId"])
-        for found in uploads.get("Uploads", [])
-        if found["Key"] == where.key
-    ]
-    if not open_ids:
-        return _begin(where)
-    upload_id = max(open_ids)[1]
-    pages = where.client.get_paginator("list_parts").paginate(
-        Bucket=where.bucket, Key=where.key, UploadId=upload_id
-    )
-    return upload_id, {
-        part["PartNumber"]: part["ETag"]
-        for page in pages
-        for part in page.get("Parts", [])
-        if sizes.get(part["PartNumber"]) == part["Size"]
-    }
+            moved(-sum(sent))
 
 
 def download(where: S3Object, target: Path, size: int, pool: Executor, moved: Moved) -> None:

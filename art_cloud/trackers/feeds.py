@@ -40,7 +40,8 @@ RETRY_SECONDS = 60.0
 
 
 def wanted(model: str, report_metrics: Sequence[TrackerName] | None) -> Sequence[TrackerName]:
-    """What the `report_metrics` of a model names; W&B, if it is None and WANDB_API_KEY is set.
+    """The trackers that a model's `report_metrics` names; W&B if it is None and WANDB_API_KEY is
+    set.
 
     Raises:
         ConfigError: what it names is not installed, or lacks its keys.
@@ -72,7 +73,7 @@ def wanted(model: str, report_metrics: Sequence[TrackerName] | None) -> Sequence
 
 
 class Trackers:
-    """Those of all models of one backend."""
+    """The trackers of all models of one backend."""
 
     def __init__(self) -> None:
         self._feeds: dict[ModelName, list[_Feed]] = {}
@@ -91,13 +92,13 @@ class Trackers:
         metrics: Metrics,
         groups: Sequence[TrajectoryGroup] = (),
     ) -> None:
-        """Hand on what was made or logged; returns at once, and never raises."""
+        """Hand an event to the trackers of its model; returns at once, and never raises."""
         for feed in self._feeds.get(name, []):
             shown = {tracked_name(key): value for key, value in metrics.items()}
             feed.put(Event(step, split, shown, some_of(groups)))
 
     async def close(self) -> None:
-        """Wait for what was handed on, CLOSE_SECONDS at most."""
+        """Wait until the trackers have sent all events, CLOSE_SECONDS at most."""
         feeds = [feed for feeds in self._feeds.values() for feed in feeds]
         self._feeds.clear()
         await asyncio.gather(*(asyncio.to_thread(feed.close) for feed in feeds))
@@ -158,7 +159,8 @@ class _Feed:
 
 
 def some_of(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
-    """Up to ROLLOUTS trajectories: the first of each group, then the second, and so on."""
+    """At most ROLLOUTS trajectories: the first of each group, then the second of each, and so
+    on."""
     rounds = range(max(map(len, groups), default=0))
     turns = (group.trajectories[n] for n in rounds for group in groups if n < len(group))
     return [trajectory for _, trajectory in zip(range(ROLLOUTS), turns, strict=False)]

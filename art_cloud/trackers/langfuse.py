@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class LangfuseTracker:
-    """Up to ROLLOUTS of each train call or log; those of one model are one session.
+    """Sends up to ROLLOUTS trajectories of each train call or log. Those of one model are one
+    session.
 
     Keys and address are Langfuse's own variables; LANGFUSE_SAMPLE_RATE sends fewer.
     """
@@ -83,7 +84,7 @@ class LangfuseTracker:
 
 
 def _add_generations(agent: LangfuseAgent, history: History) -> None:
-    """One for each answer of the model, with the messages that it had."""
+    """Add a generation for each answer of the model, with the messages that it was given."""
     messages = history.messages()
     for place, item in enumerate(history.messages_and_choices):
         if is_choice(item):

@@ -15,7 +15,7 @@ TrackerName: TypeAlias = Literal["wandb", "langfuse"]
 EVENTS = 10_000
 """How many steps and logs wait for a tracker that is slow or can't be reached."""
 ROLLOUTS = 8
-"""Of a train call or a log: how many of its trajectories a tracker gets, over all its groups."""
+"""How many trajectories of a train call or a log a tracker gets, over all its groups."""
 ERROR_LENGTH = 300
 CLOSE_SECONDS = 15.0
 GROUPS = {
@@ -30,12 +30,12 @@ GROUPS = {
     "reward": "train",
     "reward_std": "train",
 }
-"""The group of each metric of a step. `cost` has those of the cluster."""
+"""The group under which each metric of a step is shown. `cost` has the metrics of the cluster."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told of a model before anything else.
+    """A model as a tracker hears of it, before anything else.
 
     `id` is a function of the model and of when it began: the same in every program that trains it
     on, and another one if it was deleted and begun anew.
@@ -46,7 +46,7 @@ class Run:
     name: str
     config: dict[str, Any]
     history: list[dict[str, Any]]
-    """As `model.history()` gives it."""
+    """The rows that `model.history()` returns."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,28 @@ class Event:
     step: int
     split: str
     metrics: Metrics
-    """Under the names that trackers show (`tracked_name`)."""
+    """The metrics, under the names that trackers show (`tracked_name`)."""
     trajectories: Sequence[Trajectory] = ()
 
 
 class Tracker(Protocol):
-    """A service, as its thread sees it. Whatever these raise is said once."""
+    """A service such as W&B. Errors that these methods raise are printed once."""
 
     title: str
 
     def open(self, run: Run) -> None:
-        """Connect, and send what of the history is not there. Called again if it raised."""
+        """Connect, and send the rows of the history that the service lacks. Called again if it
+        raised."""
 
     def send(self, event: Event) -> None: ...
 
     def close(self) -> None:
-        """Wait until all that was sent is there, CLOSE_SECONDS at most."""
+        """Wait until the service has all that was sent, CLOSE_SECONDS at most."""
 
 
 def tracked_name(name: str) -> str:
-    """Where a metric of the store's history is shown: `group/name`, or `split/name` if logged.
+    """The name under which a metric of the store's history is shown: `group/name`, or `split/name`
+    if it was logged.
 
     `loss` and `train/loss`, its copy by a script that logs what a train call returned, are one:
     `loss/loss`. What trajectories measured (`trajectory/turns`) is of the split `train`.
@@ -98,6 +100,7 @@ def numbers(row: dict[str, Any]) -> Metrics:
 
 
 def run_id(name: ModelName, history: Sequence[dict[str, Any]], store: str) -> str:
-    """Of the model that began when its history does; of one without steps, by its store."""
+    """The id of a model's run: by when its history begins or, for a model without steps, by its
+    store."""
     began = str(history[0]["created_at"]) if history else store
     return f"{name.model}-{hashlib.sha256(f'{name} {began}'.encode()).hexdigest()[:12]}"

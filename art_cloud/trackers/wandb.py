@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import wandb
 
 STEP = "training_step"
-"""The x axis. W&B's own step only grows, and an evaluation may be of an older step."""
+"""The x axis. It is not W&B's own step, which only grows: an evaluation may be of an older step."""
 ROW = "_step"
 """W&B's own count of rows."""
 INIT_SECONDS = 12.0
-"""Less than CLOSE_SECONDS: a program that ends is not kept by an address where nobody is."""
+"""How long connecting may take: less than CLOSE_SECONDS, so that a program can end though W&B does
+not answer."""
 FLUSH_SECONDS = 0.2
-"""Between two writes of W&B's to its file. What is not in there is lost with the program."""
+"""How often W&B writes to its file. A program that is killed loses what is not in there."""
 WRITE_SECONDS = 10.0
 
 
@@ -41,7 +42,7 @@ class WandbTracker:
     def __init__(self) -> None:
         self._run: wandb.Run | None = None
         self._sent: dict[int, Metrics] = {}
-        """By step."""
+        """The metrics that W&B has of each step."""
         self._rows = 0
         self._file = self._note = Path()
 
@@ -88,7 +89,8 @@ class WandbTracker:
             self._run.finish()
 
     def _find_sent(self, rows: int | None) -> None:
-        """Read the note. W&B has `rows` of the run (None: all), and never got the others."""
+        """Read from the note which rows were sent, and keep the first `rows` of them: W&B has no
+        more (None: it has all)."""
         lines = self._note.read_text().splitlines(keepends=True) if self._note.exists() else []
         if lines and not lines[-1].endswith("\n"):  # of a program that was killed
             del lines[-1]
@@ -104,7 +106,8 @@ class WandbTracker:
             note.writelines(json.dumps(row) + "\n" for row in rows)
 
     def _log(self, rows: Sequence[tuple[int, Metrics]]) -> None:
-        """Send what of `rows` is not there (at its step, with its value), and note it."""
+        """Send the metrics of `rows` that W&B lacks (at their step, with their value), and note
+        them."""
         assert self._run is not None
         size, last, logged = self._file.stat().st_size, "", []
         for step, metrics in rows:
@@ -120,7 +123,8 @@ class WandbTracker:
             self._add(logged)
 
     def _is_written(self, size: int, last: str) -> bool:
-        """Wait until W&B's file, that had `size` bytes, has a row with the metric `last`."""
+        """Wait until W&B's file, which had `size` bytes before, has a row with the metric
+        `last`."""
         give_up = time.monotonic() + WRITE_SECONDS
         while time.monotonic() < give_up:
             with self._file.open("rb") as file:

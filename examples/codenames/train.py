@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import art_cloud as art
-from art_cloud.demo import Experiment, run_example
+from art_cloud.demo import NO_THINKING, Experiment, run_example
 
 KINDS = {
     "pet": ["cat", "dog"],
@@ -83,6 +83,7 @@ async def play(
             model=model.get_inference_name(step),
             messages=[message],
             max_tokens=8,
+            extra_body=NO_THINKING,
             seed=None if step is None else 10 * seed + len(said),
         )
         choice = completion.choices[0]

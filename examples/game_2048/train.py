@@ -20,7 +20,7 @@ from math import log2
 from typing import Any
 
 import art_cloud as art
-from art_cloud.demo import Experiment, experiment_parser, run_example
+from art_cloud.demo import NO_THINKING, Experiment, experiment_parser, run_example
 
 NAME, STEPS = "game-2048", 20
 PENALTY = 0.5
@@ -149,6 +149,7 @@ def game_2048(level: Level) -> Experiment[int]:
                 model=model.get_inference_name(step),
                 messages=prompt,
                 max_tokens=4,
+                extra_body=NO_THINKING,
                 seed=None if step is None else 1000 * seed + len(moves),
             )
             choice = completion.choices[0]

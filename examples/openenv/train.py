@@ -24,7 +24,7 @@ from blackjack import SESSIONS, app
 from openenv.core import GenericEnvClient
 
 import art_cloud as art
-from art_cloud.demo import Experiment, run_example
+from art_cloud.demo import NO_THINKING, Experiment, run_example
 
 MOVES = ("hit", "stand")
 GROUPS = 16
@@ -53,6 +53,7 @@ class Player:
                     model=model.get_inference_name(step),
                     messages=[table],
                     max_tokens=8,
+                    extra_body=NO_THINKING,
                     seed=None if step is None else 10 * seed + len(decisions),
                 )
                 choice = completion.choices[0]

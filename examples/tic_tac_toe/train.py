@@ -17,7 +17,7 @@ import random
 from typing import Any, Literal, NamedTuple
 
 import art_cloud as art
-from art_cloud.demo import Experiment, run_example
+from art_cloud.demo import NO_THINKING, Experiment, run_example
 from art_cloud.demo.game import REWARDS, Game
 
 FIRST = 1
@@ -52,6 +52,7 @@ async def play(
             model=model.get_inference_name(version),
             messages=prompt,
             max_tokens=4,
+            extra_body=NO_THINKING,
             seed=None if step is None else 10 * task.seed + len(game.free()),
         )
         choice = completion.choices[0]

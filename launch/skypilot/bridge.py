@@ -5,7 +5,7 @@
 
 The request is a JSON object on standard input, so that secrets stand neither in arguments nor on
 disk: `call` names a function below, the rest are its arguments. Each line of standard output is a
-JSON object: {"log": ...} while it goes on (`follow`: {"waits": ...}), and at the end {"result":
+JSON object: {"log": ...} while it goes on, and at the end {"result":
 ...}, or {"error": ..., "message": ...} with the name of SkyPilot's exception.
 
 To import SkyPilot takes seconds, so art-cloud does it once: standard input of `bridge.py serve` is
@@ -27,6 +27,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -49,8 +50,6 @@ STATES = {
 }
 """Of clusters; those of others are "starting"."""
 POLL_SECONDS = 1.0
-WAITS = re.compile(r"art-server waits for its secrets at (/\S+)")
-LISTENS = re.compile(r"art-server \S+ listens on (http://\S+),")
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WARNING = re.compile(r"W [-\d]+ [:.\d]+ PID=\d+ \S+\] ")
 JOB = re.compile(r"^\((setup|art-server|head)\b[^)]*\) ")
@@ -160,10 +159,9 @@ def offer_of(
     }
 
 
-def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
+def launch(name: str, task: dict[str, Any]) -> dict[str, Any]:
     """Returns once the machine is there, and its set-up and its server are on their way; a machine
-    that is there is left. The result is how to log in, and whether the machine is a `fresh` one;
-    None if the server listens already."""
+    that is there is left. The result is how to log in, and whether the machine is a `fresh` one."""
     refuse_others(name)
     fresh, pending = False, launching(name)
     if pending:
@@ -179,8 +177,6 @@ def launch(name: str, task: dict[str, Any]) -> dict[str, Any] | None:
             raise exceptions.ResourcesUnavailableError(tried) from error
     else:
         refuse_another_owner(name, task["envs"].get(OWNER))
-        if any(LISTENS.search(line) for line in lines_of_job(name, follow=False)):
-            return None
     return {**ssh_of(name), "fresh": fresh}
 
 
@@ -212,17 +208,9 @@ def owner_of(record: Any) -> str | None:
     return None
 
 
-def follow(name: str) -> dict[str, Any]:
-    """Says where the server of the cluster waits for its secrets, if it does; returns once it
-    listens, or has ended."""
-    said: list[str] = []
-    for line in lines_of_job(name, follow=True):
-        said.append(line)
-        if found := WAITS.search(line):
-            answer(waits=found[1])
-        if found := LISTENS.search(line):
-            return {"url": found[1]}
-    return {"ended": said[-LOG_LINES:]}
+def follow(name: str) -> list[str]:
+    """Returns once the server of the cluster has ended: the last lines of what it wrote."""
+    return list(deque(lines_of_job(name, follow=True), LOG_LINES))
 
 
 def has_server(name: str) -> bool:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""art-server on a machine that you can log in to, outliving the login. By hand: see README.md.
+"""art-server on this machine, outliving whoever starts it. By hand: see README.md.
 
     servers.py start [OPTION...] NAME PYTHON [ARGUMENT...]      art-server, with those arguments
     servers.py endpoint NAME                        where its server listens, or how it ended
@@ -12,11 +12,13 @@ there is nothing of that name). `start` reads a JSON object of environment varia
 input: secrets never stand in arguments or on disk.
 
 Everything lies in ~/.art-cloud, which only its owner can read: for each cluster `clusters/NAME`
-with the server's state, `server.log`, `endpoint.json` (written by the server) and `session.json`:
-by whose token it was started (half its SHA-256), from where, and which mark the processes have in
-their environment that are its own.
+with the server's state, `server.log` (and that of the start before, `server.1.log`),
+`endpoint.json` (written by the server), `session.json`: by whose token it was started (half its
+SHA-256), from where, and which mark the processes have in their environment that are its own; and
+`lock`, which the server holds for as long as it lives.
 
-Needs Linux, Python 3.8 and nothing else.
+The provider "ssh" runs this file on other machines; the provider "local" imports it and names a
+folder of its own. It needs Python 3.8 and Linux, or psutil and art-cloud where there is no /proc.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,18 +37,21 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 ROOT = Path.home() / ".art-cloud"
+PROC = Path("/proc")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.1
 ENDPOINT_SECONDS = 10.0
 """How long `endpoint` waits before it says that the server still boots."""
 ENDING_SECONDS = 60.0
 """How long a server may take to finish or abandon its step before it is killed."""
 KILL_SECONDS = 10.0
+LOCK_SECONDS = 10.0
+"""How long a lock may be held by something that is no server yet: far above what it takes."""
 LOG_LINES = 15
 POWER_OFF = ("poweroff",)
 WATCH_SECONDS = 2.0
@@ -66,8 +70,10 @@ class NoSuchError(ServersError):
 class Process(NamedTuple):
     pid: int
     session: int
-    started: int
-    """Clock ticks after the machine was booted."""
+    identity: str
+    """The boot of the machine, the id, and when it was started: no other process has the same."""
+    started_at: float
+    """Unix time, by the clock of this machine: the same whenever it is asked."""
     command: list[str]
 
 
@@ -85,60 +91,245 @@ class Server(NamedTuple):
     """What this very server wrote, once it listens."""
 
 
-def start(options: argparse.Namespace) -> dict[str, Any]:
-    environment = json.load(sys.stdin)
-    owner = hashlib.sha256(environment.get("ART_CLOUD_TOKEN", "").encode()).hexdigest()[:32]
-    name, folder = options.name, ROOT / "clusters" / options.name
-    with lock(ROOT / "lock"):
-        running = servers()
-        if name in running:
-            return _described(name, running[name])
-        if options.if_free and running:
-            return {"state": "busy", "with": sorted(running)}
+class Servers:
+    """Those whose folders lie in `root`/clusters."""
+
+    started: dict[Path, subprocess.Popen[bytes]] = {}
+    """By this process, each with its folder: they are reaped, and their exit code is known."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.clusters = root / "clusters"
+
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        *,
+        by: str | None = None,
+        works_in: Path | None = None,
+        if_free: bool = False,
+    ) -> dict[str, Any]:
+        """Start a server, unless there is one of that name: then the answer describes that.
+
+        `command` is a Python and the arguments of the server; `environment` is added to that of
+        this process. With `if_free` nothing is started beside another server.
+        """
+        folder, give_up = self.clusters / name, time.monotonic() + LOCK_SECONDS
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            (folder / "server.log").replace(folder / "server.1.log")
-        for stale in ("endpoint.json", "session.json"):
-            with suppress(FileNotFoundError):
-                (folder / stale).unlink()
-        mark = uuid.uuid4().hex
-        command = [options.python, "-P", "-m", "art_server", "--state", str(folder)]
-        with (folder / "server.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*command, *options.arguments],
-                env={**os.environ, MARK: mark, **environment},
-                cwd=str(Path.home()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+        with (folder / "lock").open("a") as lock:
+            while not _try_lock(lock):
+                if there := self.all().get(name):
+                    return described(name, there)
+                self._wait_for_lock(name, give_up)
+            with (self.root / "lock").open("a") as turn:  # of several names one is the first
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                running = self.all()
+                if name in running:
+                    return described(name, running[name])
+                if if_free and running:
+                    return {"state": "busy", "with": sorted(running)}
+                token = environment.get("ART_CLOUD_TOKEN", "").encode()
+                owner = hashlib.sha256(token).hexdigest()[:32]
+                mark = uuid.uuid4().hex
+                environment = {**os.environ, MARK: mark, **environment}
+                process = _spawn(folder, command, environment, works_in, lock)
+                self.started[folder] = process
+                identity = _identity_of(process.pid)
+                session = {"owner": owner, "by": by, "mark": mark, "process": identity}
+                _write(folder / "session.json", json.dumps(session))
+                while name not in self.all() and process.poll() is None:
+                    time.sleep(POLL_SECONDS / 10)  # until others see it
+        return {"state": "started", "owner": owner}
+
+    def endpoint(self, name: str, patience: float = ENDPOINT_SECONDS) -> dict[str, Any]:
+        give_up = time.monotonic() + patience
+        while True:
+            server = self.all().get(name)
+            if server and server.endpoint:
+                return {"state": "running", "url": server.endpoint["url"]}
+            if not (server.leader if server else self._is_locked(name)):
+                process = self.started.get(self.clusters / name)
+                code = process.poll() if process else None
+                return {"state": "ended", "code": code, "log": self._last_lines(name)}
+            if time.monotonic() >= give_up:
+                return {"state": "starting"}
+            time.sleep(POLL_SECONDS)
+
+    def look(self) -> dict[str, Any]:
+        """All that runs, and the names of which there is a log."""
+        with suppress(FileNotFoundError), (self.root / "lock").open() as turn:
+            fcntl.flock(turn, fcntl.LOCK_SH)  # what is being started is seen
+        logs = self.clusters.glob("*/server.log")
+        return {
+            "servers": [described(name, server) for name, server in self.all().items()],
+            "logs": sorted(path.parent.name for path in logs),
+        }
+
+    def stop(
+        self,
+        name: str,
+        only: Callable[[dict[str, Any]], bool] | None = None,
+        grace: float = ENDING_SECONDS,
+    ) -> dict[str, Any]:
+        """SIGTERM to the server; SIGKILL to whatever of it is left after `grace` seconds."""
+        give_up = time.monotonic() + LOCK_SECONDS
+        while (first := self.all().get(name)) is None and self._is_locked(name):
+            self._wait_for_lock(name, give_up)
+        if first is None or (only and not only(described(name, first))):
+            return {"ended": False}
+        kill_at = time.monotonic() + grace
+        _signal(name, [first.leader] if first.leader else first.processes, signal.SIGTERM)
+        while left := _left(first):
+            if time.monotonic() > kill_at + KILL_SECONDS:
+                pids = ", ".join(str(process.pid) for process in left)
+                raise ServersError(f"{name} does not end: still there are processes {pids}")
+            leader = first.leader and first.leader.identity
+            if time.monotonic() > kill_at or leader not in [one.identity for one in left]:
+                _signal(name, left, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        if process := self.started.pop(self.clusters / name, None):
+            process.poll()
+        return {"ended": True}
+
+    def log(self, name: str, follow: bool) -> Iterator[list[bytes]]:
+        """The lines that came since it was asked last; with `follow` until the server has ended."""
+        path = self.clusters / name / "server.log"
+        if not path.exists():
+            raise NoSuchError(f"There is no log of a cluster {name!r} at {path}")
+        with path.open("rb") as file:
+            rest = b""
+            while True:
+                alive = follow and name in self.all()
+                *lines, rest = (rest + file.read()).split(b"\n")
+                yield lines
+                if not alive:
+                    break
+            if rest:
+                yield [rest]
+
+    def all(self) -> dict[str, Server]:
+        """Everything of ours that runs here, by cluster name.
+
+        A server is known by its arguments. What else runs in the session that it leads belongs to
+        it. Where the server itself has gone, what has its mark is left of it. Files count only if
+        they are of this very process: those of one that is long gone make no other process ours.
+        """
+        leaders: dict[str, Process] = {}
+        sessions: dict[int, list[Process]] = {}
+        everything = list(processes())
+        for process in everything:
+            sessions.setdefault(process.session, []).append(process)
+            name = self._cluster_of(process.command)
+            if name and (name not in leaders or process.session == process.pid):
+                leaders[name] = process
+        found = {}
+        for name, leader in leaders.items():
+            session, endpoint = (
+                content if content.get("process") == leader.identity else {}
+                for content in (self._read(name, "session"), self._read(name, "endpoint"))
             )
-        session = {"owner": owner, "by": options.by, "mark": mark, "process": _of(process.pid)}
-        _write(folder / "session.json", json.dumps(session))
-        while name not in servers() and process.poll() is None:
-            time.sleep(POLL_SECONDS / 10)  # until others see it
-    if options.poweroff is not None:
-        power_off_after(folder, options.poweroff)
-    return {"state": "started", "owner": owner}
+            own = [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)]
+            mark = session.get("mark") or endpoint.get("mark")
+            found[name] = Server(leader, own, leader.identity, mark, session, endpoint)
+        for name in {path.parent.name for path in self.clusters.glob("*/*.json")} - found.keys():
+            session = self._read(name, "session")
+            mark = session.get("mark") or self._read(name, "endpoint").get("mark")
+            left = [process for process in everything if mark and _mark(process) == mark]
+            if mark and left:
+                found[name] = Server(None, left, mark, mark, session, {})
+        return found
+
+    def _cluster_of(self, command: list[str]) -> str | None:
+        is_server = any(part == "art_server" or Path(part).name == "art-server" for part in command)
+        if not is_server or "--state" not in command[:-1]:
+            return None
+        folder = Path(command[command.index("--state") + 1])
+        return folder.name if folder.parent == self.clusters else None
+
+    def _is_locked(self, name: str) -> bool:
+        """Whether a server of `name` lives, or is being started.
+
+        A process that has just been started does not show its arguments yet: `all` misses it.
+        """
+        try:
+            with (self.clusters / name / "lock").open() as file:
+                return not _try_lock(file)
+        except FileNotFoundError:
+            return False
+
+    def _wait_for_lock(self, name: str, give_up: float) -> None:
+        if time.monotonic() > give_up:
+            path = self.clusters / name / "lock"
+            raise ServersError(f"{path} is held, but not by a server of {name}")
+        time.sleep(POLL_SECONDS)
+
+    def _read(self, name: str, what: str) -> dict[str, Any]:
+        """The file `what` of a cluster, {} if there is none."""
+        path = self.clusters / name / f"{what}.json"
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        except ValueError:
+            raise ServersError(f"{path} is not what art-cloud writes") from None
+        return content
+
+    def _last_lines(self, name: str) -> list[str]:
+        try:
+            with (self.clusters / name / "server.log").open(errors="replace") as file:
+                return [line.rstrip("\n") for line in deque(file, LOG_LINES)]
+        except FileNotFoundError:
+            return []
+
+    def power_off_after(self, name: str, seconds: float) -> None:
+        """Leave a process behind that switches the machine off once no server of this user has run
+        on it for so long."""
+        if os.fork():
+            return
+        os.setsid()
+        log = self.clusters / name / "poweroff.log"
+        with log.open("ab") as output, open(os.devnull) as nothing:
+            for place, file in ((0, nothing), (1, output), (2, output)):
+                os.dup2(file.fileno(), place)
+        since = time.monotonic()
+        while time.monotonic() - since < seconds:
+            time.sleep(min(WATCH_SECONDS, seconds / 4))
+            if self.all():
+                since = time.monotonic()
+        code, said = power(*POWER_OFF)
+        os.write(1, f"{' '.join(POWER_OFF)} ended with code {code}: {said}\n".encode())
+        os._exit(0)
 
 
-def power_off_after(folder: Path, seconds: float) -> None:
-    """Leave a process behind that switches the machine off once no server of this user has run on
-    it for so long."""
-    if os.fork():
-        return
-    os.setsid()
-    with (folder / "poweroff.log").open("ab") as log, open(os.devnull) as nothing:
-        for place, file in ((0, nothing), (1, log), (2, log)):
-            os.dup2(file.fileno(), place)
-    since = time.monotonic()
-    while time.monotonic() - since < seconds:
-        time.sleep(min(WATCH_SECONDS, seconds / 4))
-        if servers():
-            since = time.monotonic()
-    code, said = power(*POWER_OFF)
-    os.write(1, f"{' '.join(POWER_OFF)} ended with code {code}: {said}\n".encode())
-    os._exit(0)
+def _spawn(
+    folder: Path,
+    command: list[str],
+    environment: dict[str, str],
+    works_in: Path | None,
+    lock: IO[str],
+) -> subprocess.Popen[bytes]:
+    with suppress(FileNotFoundError):
+        (folder / "server.log").replace(folder / "server.1.log")
+    for stale in ("endpoint.json", "session.json"):
+        with suppress(FileNotFoundError):
+            (folder / stale).unlink()
+    log = os.open(folder / "server.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    python, *arguments = command
+    try:
+        return subprocess.Popen(
+            [python, "-P", "-m", "art_server", "--state", str(folder), *arguments],
+            env=environment,
+            cwd=works_in,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[lock.fileno()],
+        )
+    finally:
+        os.close(log)
 
 
 def power(*command: str) -> tuple[int, str]:
@@ -160,37 +351,14 @@ def power(*command: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout.decode(errors="replace").strip()
 
 
-def endpoint(options: argparse.Namespace) -> dict[str, Any]:
-    give_up = time.monotonic() + ENDPOINT_SECONDS
-    while True:
-        with lock(ROOT / "lock"):
-            server = servers().get(options.name)
-        if server is None or server.leader is None:
-            return {"state": "ended", "log": _last_lines(options.name)}
-        if server.endpoint:
-            return {"state": "running", "url": server.endpoint["url"]}
-        if time.monotonic() > give_up:
-            return {"state": "starting"}
-        time.sleep(POLL_SECONDS)
-
-
-def list_(options: argparse.Namespace) -> dict[str, Any]:
-    if not ROOT.exists():
-        return {"servers": [], "logs": []}
-    with lock(ROOT / "lock"):
-        described = [_described(name, server) for name, server in servers().items()]
-    logs = (ROOT / "clusters").glob("*/server.log")
-    return {"servers": described, "logs": sorted(path.parent.name for path in logs)}
-
-
-def _described(name: str, server: Server) -> dict[str, Any]:
+def described(name: str, server: Server) -> dict[str, Any]:
     process = server.leader or server.processes[0]
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.started / os.sysconf("SC_CLK_TCK")
     state = "running" if server.endpoint else "starting"
     return {
         "name": name,
         "state": "ending" if server.leader is None else state,
-        "age": age,
+        "started_at": process.started_at,
+        "age": time.time() - process.started_at,
         "pid": process.pid,
         "identity": server.identity,
         "owner": server.session.get("owner"),
@@ -198,54 +366,70 @@ def _described(name: str, server: Server) -> dict[str, Any]:
     }
 
 
-def stop(options: argparse.Namespace) -> dict[str, Any]:
-    name = options.name
-    if not ROOT.exists():
-        return {"ended": False}
-    with lock(ROOT / "lock"):
-        first = servers().get(name)
-    if first is None or options.only not in (None, first.identity):
-        return {"ended": False}
-    kill_at = time.monotonic() + options.grace
-    _signal([first.leader] if first.leader else first.processes, signal.SIGTERM)
-    while left := _left(first):
-        if time.monotonic() > kill_at + KILL_SECONDS:
-            raise ServersError(f"{name} does not end: still there are {[one.pid for one in left]}")
-        if time.monotonic() > kill_at or first.leader not in left:
-            _signal(left, signal.SIGKILL)
-        time.sleep(POLL_SECONDS)
-    return {"ended": True}
+def processes() -> Iterator[Process]:
+    """All that run here; what ended meanwhile, or only waits to be reaped, is left out."""
+    if not PROC.exists():
+        yield from _processes_by_psutil()
+        return
+    boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    stat = (PROC / "stat").read_text().splitlines()
+    [booted_at] = [int(line.split()[1]) for line in stat if line.startswith("btime ")]
+    ticks = os.sysconf("SC_CLK_TCK")
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                stat = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                command = (folder / "cmdline").read_text(errors="replace").split("\0")[:-1]
+                if stat[0] != "Z":
+                    identity = f"{boot}/{folder.name}/{stat[19]}"
+                    started_at = booted_at + int(stat[19]) / ticks
+                    yield Process(int(folder.name), int(stat[3]), identity, started_at, command)
 
 
-def _left(server: Server) -> list[Process]:
-    """What still runs of a server, and of what it has started since."""
-    known = set(map(_identity, server.processes))
-    return [
-        process
-        for process in processes()
-        if _identity(process) in known or (server.mark and _mark(process) == server.mark)
-    ]
+def _processes_by_psutil() -> Iterator[Process]:
+    import psutil
 
+    from art_cloud.shared.processes import identity_of
 
-def _identity(process: Process) -> str:
-    return f"{_boot()}/{process.pid}/{process.started}"
-
-
-def _of(pid: int) -> str | None:
-    return next((_identity(process) for process in processes() if process.pid == pid), None)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            pid, identity = process.pid, identity_of(process.pid)
+            if identity and process.status() != psutil.STATUS_ZOMBIE:
+                started_at, command = process.create_time(), process.cmdline()
+                yield Process(pid, os.getsid(pid), identity, started_at, command)
 
 
 def _mark(process: Process) -> str | None:
     """The mark that it was started with; None: it has none, or is another user's."""
+    if not PROC.exists():
+        import psutil
+
+        with suppress(psutil.Error, OSError):
+            return psutil.Process(process.pid).environ().get(MARK)
+        return None
     with suppress(OSError):
-        content = Path(f"/proc/{process.pid}/environ").read_bytes()
+        content = (PROC / str(process.pid) / "environ").read_bytes()
         for variable in content.split(b"\0"):
             if variable.startswith(MARK.encode() + b"="):
                 return variable.partition(b"=")[2].decode(errors="replace")
     return None
 
 
-def _signal(targets: list[Process], number: signal.Signals) -> None:
+def _identity_of(pid: int) -> str | None:
+    return next((process.identity for process in processes() if process.pid == pid), None)
+
+
+def _left(server: Server) -> list[Process]:
+    """What still runs of a server, and of what it has started since."""
+    known = {process.identity for process in server.processes}
+    return [
+        process
+        for process in processes()
+        if process.identity in known or (server.mark and _mark(process) == server.mark)
+    ]
+
+
+def _signal(name: str, targets: list[Process], number: signal.Signals) -> None:
     for process in targets:
         try:
             os.kill(process.pid, number)
@@ -253,91 +437,23 @@ def _signal(targets: list[Process], number: signal.Signals) -> None:
             continue
         except PermissionError:
             raise ServersError(
-                f"process {process.pid} is another user's: end it as that user"
+                f"{name} runs as another user (process {process.pid}): end it as that user"
             ) from None
 
 
-def log(options: argparse.Namespace) -> None:
-    """Follows until the server ended, or nobody reads any more."""
-    path = ROOT / "clusters" / options.name / "server.log"
-    if not path.exists():
-        raise NoSuchError(f"there is no log of a cluster {options.name} at {path}")
-    reader = select.poll()
-    reader.register(sys.stdout, 0)  # 0: only that it was closed
-    with path.open("rb") as file:
-        while True:
-            alive = options.follow and options.name in servers()
-            shutil.copyfileobj(file, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-            if not alive or reader.poll(int(POLL_SECONDS * 1000)):
-                return
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
-def processes() -> Iterator[Process]:
-    """All that run here; what ended meanwhile, or only waits to be reaped, is left out."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):
-                stat = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                command = (folder / "cmdline").read_text(errors="replace").split("\0")[:-1]
-                if stat[0] != "Z":
-                    yield Process(int(folder.name), int(stat[3]), int(stat[19]), command)
-
-
-def servers() -> dict[str, Server]:
-    """Everything of ours that runs here, by cluster name.
-
-    A server is known by its arguments. What else runs in the session that it leads belongs to it.
-    Where the server itself has gone, what has its mark is left of it. Files count only if they are
-    of this very process: those of one that is long gone make no other process ours.
-    """
-    leaders: dict[str, Process] = {}
-    sessions: dict[int, list[Process]] = {}
-    everything = list(processes())
-    for process in everything:
-        sessions.setdefault(process.session, []).append(process)
-        name = _cluster_of(process.command)
-        if name and (name not in leaders or process.session == process.pid):
-            leaders[name] = process
-    found = {}
-    for name, leader in leaders.items():
-        identity = _identity(leader)
-        session, endpoint = (
-            content if content.get("process") == identity else {}
-            for content in (_read(name, "session"), _read(name, "endpoint"))
-        )
-        own = [leader, *(p for p in sessions.get(leader.pid, []) if p != leader)]
-        mark = session.get("mark") or endpoint.get("mark")
-        found[name] = Server(leader, own, identity, mark, session, endpoint)
-    for name in {path.parent.name for path in (ROOT / "clusters").glob("*/*.json")} - found.keys():
-        session = _read(name, "session")
-        mark = session.get("mark") or _read(name, "endpoint").get("mark")
-        left = [process for process in everything if mark and _mark(process) == mark]
-        if mark and left:
-            found[name] = Server(None, left, mark, mark, session, {})
-    return found
-
-
-def _cluster_of(command: list[str]) -> str | None:
-    is_server = any(part == "art_server" or Path(part).name == "art-server" for part in command)
-    if not is_server or "--state" not in command[:-1]:
-        return None
-    folder = Path(command[command.index("--state") + 1])
-    return folder.name if folder.parent == ROOT / "clusters" else None
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold a lock that all logins share."""
-    for folder in (ROOT, path.parent):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.chmod(0o600)
+    partial.replace(path)
 
 
 def valid(name: str) -> str:
@@ -347,30 +463,31 @@ def valid(name: str) -> str:
     return name
 
 
-def _read(name: str, what: str) -> dict[str, Any]:
-    """The file `what` of a cluster, {} if there is none."""
-    path = ROOT / "clusters" / name / f"{what}.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        raise ServersError(f"{path} is not what art-cloud writes") from None
-    return content
+def start(here: Servers, options: argparse.Namespace) -> dict[str, Any]:
+    command, environment = [options.python, *options.arguments], json.load(sys.stdin)
+    about = {"by": options.by, "works_in": Path.home(), "if_free": options.if_free}
+    answer = here.start(options.name, command, environment, **about)
+    if options.poweroff is not None and answer["state"] == "started":
+        here.power_off_after(options.name, options.poweroff)
+    return answer
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+def stop(here: Servers, options: argparse.Namespace) -> dict[str, Any]:
+    def only(server: dict[str, Any]) -> bool:
+        return options.only in (None, server["identity"])
+
+    return here.stop(options.name, only, options.grace)
 
 
-def _last_lines(name: str) -> list[str]:
-    try:
-        with (ROOT / "clusters" / name / "server.log").open(errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, LOG_LINES)]
-    except FileNotFoundError:
-        return []
+def log(here: Servers, options: argparse.Namespace) -> None:
+    """Follows until the server ended, or nobody reads any more."""
+    reader = select.poll()
+    reader.register(sys.stdout, 0)  # 0: only that it was closed
+    for lines in here.log(options.name, options.follow):
+        sys.stdout.buffer.writelines(line + b"\n" for line in lines)
+        sys.stdout.buffer.flush()
+        if options.follow and reader.poll(int(POLL_SECONDS * 1000)):
+            return
 
 
 def main() -> None:
@@ -378,29 +495,29 @@ def main() -> None:
     parser = argparse.ArgumentParser("servers.py", description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(required=True)
 
-    def command(call: Callable[[argparse.Namespace], object], *names: str) -> Any:
-        made = commands.add_parser(call.__name__.rstrip("_"))
+    def command(what: str, call: Callable[[Servers, argparse.Namespace], object]) -> Any:
+        made = commands.add_parser(what)
         made.set_defaults(call=call)
-        for name in names:
-            made.add_argument(name, type=valid)
+        if what != "list":
+            made.add_argument("name", type=valid)
         return made
 
-    starting = command(start, "name")
+    starting = command("start", start)
     starting.add_argument("--if-free", action="store_true", help="only where no other server runs")
     starting.add_argument("--poweroff", type=float, metavar="SECONDS", help="after the last server")
     starting.add_argument("--by", default="somebody", help="who starts it, for others to read")
     starting.add_argument("python")
     starting.add_argument("arguments", nargs=argparse.REMAINDER)
-    command(endpoint, "name")
-    command(list_)
-    stopping = command(stop, "name")
+    command("endpoint", lambda here, options: here.endpoint(options.name))
+    command("list", lambda here, options: here.look())
+    stopping = command("stop", stop)
     stopping.add_argument("--grace", type=float, default=ENDING_SECONDS)
     stopping.add_argument("--only", metavar="IDENTITY", help="as `list` shows it")
-    command(log, "name").add_argument("--follow", action="store_true")
+    command("log", log).add_argument("--follow", action="store_true")
 
     options = parser.parse_args()
     try:
-        answer = options.call(options)
+        answer = options.call(Servers(ROOT), options)
     except ServersError as failure:
         print(failure, file=sys.stderr)
         sys.exit(failure.code)

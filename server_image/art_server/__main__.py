@@ -28,6 +28,7 @@ import platformdirs
 import uvicorn
 
 from art_cloud.shared.errors import ArtCloudError, ConfigError, RivalError
+from art_cloud.shared.limits import words
 from art_cloud.shared.names import check_name, whole_path
 from art_cloud.shared.processes import MARK, identity_of
 from art_cloud.shared.version import __version__
@@ -39,6 +40,7 @@ from .watchdog import BEAT_SECONDS, LOG_FORMAT, STALL_SECONDS, Watchdog, serve_i
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from .steps.compute import Compute
     from .steps.jobs import Jobs
     from .steps.journal import Journal
     from .steps.runtime import Runtime, Settings
@@ -57,6 +59,8 @@ JOURNAL_MIB = 900
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """What `art-server` was told. By argparse: pydantic-settings answers a wrong value with a
+    traceback, shows `float` where `--help` has SECONDS or USD, and reads the environment too."""
     parser = argparse.ArgumentParser("art-server", description=__doc__)
     parser.add_argument("--model", help="base model: a folder or a Hugging Face name; without it, "
                         "the first model that is registered decides")  # fmt: skip
@@ -260,6 +264,7 @@ def settings_of(options: argparse.Namespace, name: str) -> Settings:
         name=name,
         durability=options.durability,
         read_only=options.read_only,
+        max_bytes=options.max_body << 20,
     )
 
 
@@ -273,7 +278,12 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     name = check_name(options.name, "name")
     began, limits, launched_ago = time.monotonic(), limits_of(options), seconds_spent(options)
     if limits.are_over(launched_ago):
-        log.warning("%s ends: what its budget or its deadline allows is over", name)
+        log.warning(
+            "%s ends: what its budget or its deadline allows is over. By this machine's clock it "
+            "was launched %s ago: if that can't be, set this clock, or that of whoever launched it",
+            name,
+            words(launched_ago),
+        )
         return
     watchdog = Watchdog(options.stall)
     watchdog.end_in(min(BOOT_SECONDS, limits.life - launched_ago), "it does not come up")
@@ -283,37 +293,26 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     # after the cheap checks, since these import torch
     from .api.app import make_app
     from .steps.jobs import Jobs
-    from .steps.programs import Programs
     from .steps.runtime import Runtime
 
     stop = asyncio.Event()
     settings = settings_of(options, name)
     state = settings.state
     journal = open_journal(state, read_only=options.read_only)  # first: it keeps others out
-    runtime = Runtime(settings)
-    programs = Programs(runtime, options.max_body << 20)
-    jobs = Jobs(journal, programs.by_kind())
-    programs.publisher.note_stored, commits = jobs.note_stored, programs.publisher.commits
+    jobs = Jobs(journal)
+    runtime = Runtime(settings, jobs.note_stored)
     guardian = Guardian(
         limits,
-        work=lambda: at_work(jobs, runtime),
+        work=lambda: at_work(jobs, runtime.compute),
         warn=jobs.warn,
         name=name,
         launched_ago=launched_ago + time.monotonic() - began,
         stall=options.stall,
     )
-    app = make_app(
-        runtime,
-        jobs,
-        commits,
-        token=token,
-        max_bytes=options.max_body << 20,
-        guardian=guardian,
-    )
-    server = make_server(app)
+    server = make_server(make_app(runtime, jobs, guardian, token=token))
     if options.model:
-        await runtime.open_base(whole_path(options.model))
-    await programs.reopen(journal.models(), journal.repeated())
+        await runtime.compute.open(whole_path(options.model))
+    await runtime.programs.reopen(journal.models(), journal.repeated())
 
     stop_on_signals(stop)
     serving = asyncio.create_task(server.serve([listener]))
@@ -322,7 +321,7 @@ async def serve(options: argparse.Namespace, token: str) -> None:
     watchdog.beat({})
     _write_endpoint(endpoint := state / "endpoint.json", name, url)
     log.info("art-server %s listens on %s, store %s", __version__, url, runtime.store.url)
-    beating = asyncio.create_task(_beat(watchdog, lambda: at_work(jobs, runtime)))
+    beating = asyncio.create_task(_beat(watchdog, lambda: at_work(jobs, runtime.compute)))
     grace = GRACE_SECONDS
     try:
         grace = await _until_stopped(serving, stop, guardian, runtime)
@@ -332,21 +331,21 @@ async def serve(options: argparse.Namespace, token: str) -> None:
         watchdog.end_in(closing, "it does not come to its end")
         endpoint.unlink(missing_ok=True)
         await jobs.stop(grace)
-        await commits.close(grace / 2)
+        await runtime.models.close(grace / 2)
         await _stop_serving(server, serving, runtime, min(ANSWERING_SECONDS, grace / 4))
         beating.cancel()
         journal.close()
     log.info("stopped")
 
 
-def at_work(jobs: Jobs, runtime: Runtime) -> dict[str, int]:
+def at_work(jobs: Jobs, compute: Compute) -> dict[str, int]:
     """What the server is busy with, each with a number that changes whenever it moves."""
     found = {}
-    trained = jobs.moved + runtime.moved
+    trained = jobs.moved + compute.moved
     if (job := jobs.current) is not None:
         found[f"the {job.kind} of {job.name} (call {job.id})"] = trained
-    if runtime.sampling:
-        stats = runtime.stats()
+    if compute.sampling:
+        stats = compute.stats()
         # requests that wait for the trainer to leave the memory move as it does
         found["what is sampled"] = stats.moved + (0 if stats.running else trained)
     return found
@@ -369,7 +368,7 @@ async def _until_stopped(
     stopped = asyncio.create_task(stop.wait())
     watching = asyncio.create_task(guardian.watch())
     fenced = asyncio.create_task(runtime.models.all_fenced())
-    dead = asyncio.create_task(runtime.engine_ended())
+    dead = asyncio.create_task(runtime.compute.engine_ended())
     try:
         ends = [serving, stopped, watching, fenced, dead]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

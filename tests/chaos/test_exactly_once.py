@@ -247,12 +247,12 @@ FAULTS = (
 
 
 def be_impatient() -> None:
-    from art_server.steps import commits
+    from art_server.steps import publishing
 
     from art_cloud.store import s3
 
     s3.READ_SECONDS, s3.ATTEMPTS = 1, 2
-    commits.FIRST_PAUSE, commits.STORE_SECONDS = 0.05, 20.0
+    publishing.FIRST_PAUSE, publishing.STORE_SECONDS = 0.05, 20.0
 
 
 @pytest.mark.slow

@@ -35,10 +35,15 @@ BEFORE, STARTING, LISTENING = 30, 4, 3
 ENDING = 20
 """Of `down`."""
 WALKED = [
-    f"art_cloud/clusters/{module}.py"
-    for module in ("attached", "costs", "fleet", "registry", "spec", "timeline", "up")
-] + [
-    f"art_cloud/clusters/providers/{module}.py" for module in ("__init__", "local", "modal/sandbox")
+    *(
+        f"art_cloud/clusters/{module}.py"
+        for module in ("attached", "costs", "fleet", "registry", "spec", "timeline", "up")
+    ),
+    *(
+        f"art_cloud/clusters/providers/{module}.py"
+        for module in ("__init__", "kit", "local", "modal/sandbox")
+    ),
+    "launch/ssh/servers.py",
 ]
 
 _context = multiprocessing.get_context("forkserver")
@@ -187,7 +192,7 @@ async def test_up_killed_at_every_step(
     walk = Walk(home, UP)
     places = walk.places()
     await fleet.down(NAME)
-    spawn = index(places, "ClusterSpec.server_environment") + 1
+    spawn = index(places, ":_spawn") + 1
     listens = index(places, "_handshake")
     points = [
         *spread(places[:spawn], BEFORE),

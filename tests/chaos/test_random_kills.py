@@ -1,9 +1,12 @@
 """Killed and paused at random moments, over everything that is done with a store: nothing is lost.
 
-Two servers and the tools of the command line work on one S3 store, and scripts register, train,
-log, fork, remove, prune and move between the servers, while all of them are killed (`kill -9`),
-paused (SIGSTOP) and told to end. On moto both servers run at once. Swift lets two writers that race
-both win, so there the servers take turns at one address.
+Two servers, one with durability sync and one with async, and the tools of the command line work on
+one S3 store, and scripts register, train, log, fork, remove, prune and move between the servers,
+while all of them are killed (`kill -9`), paused (SIGSTOP) and told to end. On moto both servers run
+at once. Swift lets two writers that race both win, so there the servers take turns at one address.
+
+`art-cloud sweep` sees them all, as clusters of this machine that others started. Beside them
+it sees one of its own that has a lease, and launches that broke off. Only those it may end.
 
 `make campaign` runs it: `ART_KILLS` says how many kills there are in all, `ART_SEED` which ones.
 """
@@ -11,6 +14,7 @@ both win, so there the servers take turns at one address.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -23,6 +27,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +36,10 @@ from uuid import uuid4
 import pytest
 
 import art_cloud as art
+from art_cloud.clusters import fleet, sweep
+from art_cloud.clusters.providers import local
+from art_cloud.clusters.registry import Registry
+from art_cloud.clusters.spec import ClusterSpec
 from art_cloud.shared.errors import (
     ArtCloudError,
     ConflictError,
@@ -44,7 +54,7 @@ from art_cloud.store.opening import open_store
 from art_cloud.store.retention import prune
 
 from ..rigs.s3_servers import S3Server
-from ..rigs.server_process import ServerProcess, _context
+from ..rigs.server_process import ServerProcess, _context, show_as
 from ..rigs.synthetic import as_groups, batch
 from ..rigs.waiting import until
 from .faults import never_fail_a_killer
@@ -57,6 +67,8 @@ PROGRESS_SECONDS = 60.0
 """How long a kill waits for the scripts to get something done since the one before."""
 GRACE = timedelta(seconds=120)
 """Of the garbage collections: longer than any step from its first blob to its manifest."""
+LEASED = "leased"
+"""The cluster that is in use."""
 TIMINGS = {"seconds", "tokens_per_second"}
 Property = Callable[[str, object], None]
 
@@ -83,14 +95,17 @@ async def test_nothing_is_lost_and_nothing_is_doubled(
 ) -> None:
     s3: S3Server = request.getfixturevalue(kind)
     s3.use(monkeypatch)
+    monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "home"))
     url = f"s3://{s3.make_bucket()}/art"
     rng = random.Random(f"{SEED} {kind}")
     print(f"\nART_SEED={SEED} ART_KILLS={KILLS} {kind}, {tmp_path}")
-    campaign = Campaign(tmp_path, url, s3.env, rng, together=kind == "moto")
+    environment = s3.env | {"ART_CLOUD_HOME": str(tmp_path / "home")}
+    campaign = Campaign(tmp_path, url, environment, rng, together=kind == "moto")
     try:
         await campaign.run(base_model, KILLS // 2)
     finally:
         campaign.end()
+        await campaign.end_clusters()
         print(f"{kind}: {dict(campaign.counts)}")
         for odd in campaign.odd:
             print(f"odd: {odd}")
@@ -100,15 +115,17 @@ async def test_nothing_is_lost_and_nothing_is_doubled(
     assert campaign.counts["steps acknowledged"]
 
 
-def prepare() -> None:
-    """In a server: a blob is renewed whenever it is used, since garbage is collected early here."""
-    from art_server.steps import commits, models
+def prepare(state: Path) -> None:
+    """In a server: it looks as if it had been started by its own command. A blob is renewed
+    whenever it is used, since garbage is collected early here."""
+    from art_server.steps import models, publishing
 
     from art_cloud.store import s3
 
+    show_as("art-server", "--state", str(state))
     never_fail_a_killer()
     s3.RENEWED = timedelta(0)
-    commits.FIRST_PAUSE = 0.05
+    publishing.FIRST_PAUSE = 0.05
     models.FENCED_SECONDS = 1e6
 
 
@@ -140,6 +157,22 @@ def run_tool(tool: str, url: str, environment: dict[str, str], name: str, log: P
         sys.exit(1)
 
 
+def run_sweep(environment: dict[str, str], log: Path) -> None:
+    """`art-cloud sweep --yes --json`, in a process of its own."""
+    from typer.testing import CliRunner
+
+    from art_cloud.cli.main import app
+
+    os.environ |= environment
+    local.ENDING_SECONDS = 1.0
+    sweep.ANSWER_SECONDS = 120.0
+    done = CliRunner().invoke(app, ["sweep", "--yes", "--json"])
+    if done.exit_code != 0:
+        log.write_text(f"sweep: {done.output} {done.exception!r}")
+        sys.exit(1)
+    log.write_text(done.stdout)
+
+
 TOOLS = ("gc", "verify", "prune", "fork")
 
 
@@ -164,11 +197,17 @@ class Campaign:
         self.actions = 0
         """What the scripts have done."""
         self.stopping = False
-        self.servers = [ServerProcess(folder / name, "--name", name) for name in ("one", "two")]
-        for server in self.servers:
+        self.servers = [
+            ServerProcess(folder / name, "--name", name, "--durability", durability)
+            for name, durability in (("one", "sync"), ("two", "async"))
+        ]
+        for name, server in zip(("one", "two"), self.servers, strict=True):
+            server.state = folder / "home/clusters" / name
             server.store_url, server.environment = url, environment
-            server.prepare = prepare
+            server.prepare = partial(prepare, server.state)
         self.turn = 0
+        self.ghosts: set[str] = set()
+        """The names of launches that broke off."""
 
     async def run(self, base_model: str, kills: int) -> None:
         first, second = self.servers
@@ -187,22 +226,23 @@ class Campaign:
                 name = ModelName("kills", f"agent-{number}")
                 scripts.append(Script(self, backends, name, base_model, self.rng.random()))
             working = [asyncio.create_task(script.run()) for script in scripts]
-            tools = asyncio.create_task(self.use_tools())
+            working.append(asyncio.create_task(self.use_tools()))
+            working.append(asyncio.create_task(self.use_sweep(base_model)))
             try:
                 while self.counts["kills"] < kills and not self.odd:
                     await self.disturb()
-                    for task in (*working, tools):
+                    for task in working:
                         if task.done():
                             task.result()
                 self.stopping = True
-                await asyncio.gather(*working, tools)
+                await asyncio.gather(*working)
+                for script in scripts:
+                    await script.settle_all()
             finally:
                 self.stopping = True
-                for task in (*working, tools):
+                for task in working:
                     task.cancel()
-                await asyncio.gather(*working, tools, return_exceptions=True)
-        for script in scripts:
-            script.acknowledged |= script.provisional  # closing waited for them
+                await asyncio.gather(*working, return_exceptions=True)
         await self.check(scripts)
 
     async def disturb(self) -> None:
@@ -254,20 +294,89 @@ class Campaign:
                 target=run_tool, args=(tool, self.url, self.environment, name, log)
             )
             process.start()
-            try:
-                if rng.random() < 0.4:
-                    await asyncio.to_thread(process.join, 2 * rng.random())
-                    if process.is_alive():
-                        process.kill()
-                        self.counts["kills"] += 1
-                        self.counts[f"{tool} killed"] += 1
-                await asyncio.to_thread(process.join)
-            finally:
-                process.kill()
-            if process.exitcode == 1:
-                self.odd.append(log.read_text())
-            self.counts[tool] += process.exitcode == 0
+            await self.see_through(tool, process, log, 2 * rng.random())
             await asyncio.sleep(rng.random())
+
+    async def see_through(self, tool: str, process: BaseProcess, log: Path, seconds: float) -> bool:
+        """Wait for a tool, or kill it after so long. Whether it came to its end."""
+        try:
+            if self.rng.random() < 0.4:
+                await asyncio.to_thread(process.join, seconds)
+                if process.is_alive():
+                    process.kill()
+                    self.counts["kills"] += 1
+                    self.counts[f"{tool} killed"] += 1
+            await asyncio.to_thread(process.join)
+        finally:
+            process.kill()
+        if process.exitcode == 1:
+            self.odd.append(await asyncio.to_thread(log.read_text))
+        self.counts[tool] += process.exitcode == 0
+        return process.exitcode == 0
+
+    async def use_sweep(self, base_model: str) -> None:
+        """Have launches break off, and swept, beside a cluster that is trained on all the time."""
+        rng, log = random.Random(self.rng.random()), self.folder / "sweep.log"
+        store = (self.folder / "leased-store").as_uri()
+        async with art.up("local", name=LEASED, store=store, lease="4h", idle="4h", keep=True):
+            pass
+        address, [(_, pid)] = await fleet.address(LEASED), await running(LEASED)
+        model = art.TrainableModel(
+            name="agent", project=LEASED, base_model=base_model, lora=art.LoRAConfig(rank=4)
+        )
+        async with art.Backend(address["url"], address["token"], patience=PATIENCE) as backend:
+            await model.register(backend)
+            while not self.stopping:
+                for _ in range(rng.randrange(3)):
+                    await self.break_off_a_launch(rng)
+                ghosts = set(self.ghosts)
+                process = _context.Process(target=run_sweep, args=(self.environment, log))
+                process.start()
+                seeing = asyncio.create_task(
+                    self.see_through("sweep", process, log, 8 * rng.random())
+                )
+                while not seeing.done():
+                    made = await backend.train(model, as_groups(batch(model.full_name, 1)))
+                    self.counts["steps of the leased one"] = made.step
+                    await asyncio.sleep(2 * rng.random())
+                    if rng.random() < 0.2:
+                        os.kill(pid, signal.SIGSTOP)
+                        await asyncio.sleep(4 * rng.random())
+                        os.kill(pid, signal.SIGCONT)
+                if await seeing:
+                    await self.check_sweep(ghosts, json.loads(log.read_text())["ended"])
+            assert await running(LEASED) == [("running", pid)]
+            assert made.step == await model.get_step()
+
+    async def break_off_a_launch(self, rng: random.Random) -> None:
+        """As `up` does that is killed once its server's process is there: that never listens, or is
+        gone too."""
+        name = f"ghost-{uuid4().hex[:8]}"
+        spec = ClusterSpec(provider="local", store=(self.folder / "none").as_uri())
+        record, _ = Registry().claim(name, spec)
+        self.ghosts.add(name)
+        if rng.random() < 0.2:
+            return
+        await local.LocalProvider().launch(record.spec, name)
+        os.kill(local._started[name].pid, rng.choice((signal.SIGSTOP, signal.SIGKILL)))
+
+    async def check_sweep(self, ghosts: set[str], ended: list[str]) -> None:
+        """All that were there when it began are ended, and nothing else."""
+        left = {name for name in ghosts if await running(name) or Registry().get(name)}
+        others = set(ended) - self.ghosts - {server.state.name for server in self.servers}
+        if left or others:
+            self.odd.append(f"sweep left {left}, and ended {others}")
+        self.counts["ghosts swept"] += len(ghosts & set(ended))
+
+    async def end_clusters(self) -> None:
+        for record in Registry().list():
+            await fleet.end(record, ask=False)
+        for instance in await local.LocalProvider().list():
+            self.odd.append(f"left: {instance}")
+            await local.LocalProvider().terminate(instance.name)
+        receipts = Counter(receipt.name for receipt in Registry().receipts())
+        if receipts != Counter({LEASED: 1} | dict.fromkeys(self.ghosts, 1)):
+            self.odd.append(f"receipts: {receipts}")
 
     async def check(self, scripts: list[Script]) -> None:
         """All servers start, and all that was acknowledged is there, once."""
@@ -318,7 +427,8 @@ class Script:
         self.rng = random.Random(self.seed)
         self.at = 0
         self.batches = 0
-        self.provisional: dict[int, art.TrainResult] = {}
+        self.provisional: list[dict[int, art.TrainResult]] = [{} for _ in self.backends]
+        """What was made at each server, and is not known to be durable."""
         self.models = [
             art.TrainableModel(
                 name=self.name.model,
@@ -361,8 +471,7 @@ class Script:
                 self.campaign.counts["rivals"] += 1
                 if len(self.backends) == 1:
                     self.odd(action.__name__, error)
-                self.provisional.clear()
-                await self.register()
+                await self.start_again()
             except ArtCloudError as error:
                 self.odd(action.__name__, error)
 
@@ -383,26 +492,56 @@ class Script:
         self.batches += 1
         number = self.batches
         result = await self.backends[place].train(self.models[place], self.batch(number))
-        if result.durable:  # so are those before it
-            self.acknowledged |= self.provisional | {number: result}
-            self.provisional.clear()
-        else:
-            self.provisional[number] = result
+        self.provisional[place][number] = result
+        if result.durable:
+            self.acknowledge(place)
+
+    def acknowledge(self, place: int) -> None:
+        """The last step that was made there is durable, and so are those before it."""
+        self.acknowledged |= self.provisional[place]
+        self.campaign.counts["steps served first"] += sum(
+            not result.durable for result in self.provisional[place].values()
+        )
+        self.provisional[place].clear()
+
+    async def settle(self, place: int) -> None:
+        """As the end of a backend does: wait until all that was made there is durable."""
+        calls, name = self.backends[place]._calls, self.models[place].full_name
+        while calls._kept[name]:
+            await calls._see_durable(name)
+        self.acknowledge(place)
+
+    async def settle_all(self) -> None:
+        for place in range(len(self.backends)):
+            try:
+                await self.settle(place)
+            except RivalError:
+                self.campaign.counts["rivals"] += 1
+                self.provisional[place].clear()
+
+    async def start_again(self) -> None:
+        """Go on from what is there, after a rival."""
+        for made in self.provisional:
+            made.clear()
+        with suppress(RivalError):  # of what was on its way
+            return await self.register()
+        await self.register()
 
     async def train_at_both(self) -> None:
         """Two trainers of one model: at most one of them wins each step."""
         await self.models[1 - self.at].register(self.backends[1 - self.at])
-        for error in await asyncio.gather(
-            self.train_at(0), self.train_at(1), return_exceptions=True
-        ):
+        results = await asyncio.gather(self.train_at(0), self.train_at(1), return_exceptions=True)
+        await self.settle_all()
+        for error in results:
             if isinstance(error, RivalError):
                 self.campaign.counts["rivals"] += 1
             elif isinstance(error, BaseException):
                 raise error
-        await self.register()
+        await self.start_again()
 
     async def move(self) -> None:
         """Go on at the other server."""
+        await self.settle(self.at)
         self.at = 1 - self.at
         await self.register()
 
@@ -459,6 +598,12 @@ class Script:
             assert shown[step][metric] == value
         for fork in self.forks:
             assert Checkpoints(steps.store, fork).newest() is not None
+
+
+async def running(name: str) -> list[tuple[str, int]]:
+    """The states and the process ids of what runs here under that name."""
+    there = [one for one in await local.LocalProvider().list() if one.name == name]
+    return [(one.state, int(one.detail.removeprefix("pid "))) for one in there]
 
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import openai
@@ -22,7 +23,7 @@ from art_cloud.store.opening import open_store
 from ..rigs.server_process import TOKEN, ServerProcess
 from ..rigs.synthetic import as_groups, batch
 from ..rigs.waiting import until, wait_until
-from .faults import stop_before_the_manifest
+from .faults import die, stop_before_the_manifest
 
 NAME = ModelName("rivals", "agent")
 
@@ -111,6 +112,23 @@ async def test_one_goes_on_and_the_other_is_told_by_whom(tmp_path: Path, base_mo
     writers = [manifest.writer.cluster for manifest in found[1:] if manifest.writer]
     assert writers == ["first", "first", "zombie", "first"]
     assert len({manifest.call_id for manifest in found}) == 5
+
+
+async def test_a_model_that_is_deleted_while_a_server_trains_it(
+    tmp_path: Path, base_model: str
+) -> None:
+    with server(tmp_path, "only") as only:
+        async with only.backend() as backend:
+            model = await registered(backend, base_model)
+            assert (await train(backend, model, 1)).step == 1
+            await asyncio.to_thread(Checkpoints(open_store(str(tmp_path / "store")), NAME).end)
+            with pytest.raises(RivalError, match="rivals/agent was deleted at"):
+                await train(backend, model, 2)
+            with pytest.raises(art.ArtCloudError, match="Choose another name"):
+                await model.register(backend)
+            other = art.TrainableModel[None](name="other", project="rivals", base_model=base_model)
+            await other.register(backend)
+    assert history(tmp_path) == []
 
 
 async def test_one_that_was_stopped_right_before_its_manifest_is_told(
@@ -209,6 +227,47 @@ async def test_a_step_that_was_served_and_lost_its_number(tmp_path: Path, base_m
             assert (await train(there, same, 4)).step == 2
     writers = [manifest.writer.cluster for manifest in history(tmp_path)[1:] if manifest.writer]
     assert writers == ["first", "late"]
+
+
+async def test_one_that_was_there_before_is_handed_what_it_lacks(
+    tmp_path: Path, base_model: str
+) -> None:
+    """Durability async. A server that knows the model from earlier takes the place of one that was
+    killed with a step that was served only, and gets the call that was on its way there."""
+    early = server(tmp_path, "early")
+    late = server(tmp_path, "late", "--durability", "async")
+    late.prepare = partial(killed_by_the_second_batch, tmp_path / "never")
+    with early:
+        async with early.backend() as backend:
+            await registered(backend, base_model)
+    late.port = early.port
+    await asyncio.to_thread(late.start)
+    backend = late.backend(patience=300)
+    model = await registered(backend, base_model)
+    made = await train(backend, model, 1)
+    assert (made.step, made.durable) == (1, False)
+    training = asyncio.create_task(train(backend, model, 2))
+    await asyncio.to_thread(late.ended)
+    with early:
+        result = await training
+        await backend.close()
+    assert result.step == 2
+    assert [manifest.step for manifest in history(tmp_path)] == [0, 1, 2]
+
+
+def killed_by_the_second_batch(gate: Path) -> None:
+    """Nothing comes to the store, and the second call is not journaled any more."""
+    from art_server.steps.journal import Journal
+
+    submit, calls = Journal.submit, iter(["register", "train"])
+
+    def die_at_the_third(*args: Any) -> Any:
+        if next(calls, None) is None:
+            die()
+        return submit(*args)
+
+    store_once_there_is(gate)
+    Journal.submit = die_at_the_third  # type: ignore[method-assign]
 
 
 def store_once_there_is(gate: Path) -> None:

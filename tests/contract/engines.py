@@ -44,10 +44,20 @@ def make_adapter(model_folder: Path, folder: Path, seed: int, rank: int = 4) -> 
     return folder
 
 
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+"""What Qwen3's chat template writes for the model where `enable_thinking` is false."""
+
+
 def make_caller(folder: Path) -> Path:
-    """A model that answers as `ANSWERS` has it, and knows nothing else."""
+    """A model that answers as `ANSWERS` has it, and knows nothing else. Its chat template knows
+    `enable_thinking`, as Qwen3's does."""
     make_tiny_model(folder, layers=1)
     model, tokenizer = load_model(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template += (
+        "{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+        "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    tokenizer.save_pretrained(folder)
     rows = []
     for asked, answer in ANSWERS.items():
         prompt = tokenizer.encode(render(tokenizer, [{"role": "user", "content": asked}], TOOLS))

@@ -28,6 +28,7 @@ from .engines import (
     ENGINES,
     EXACT,
     GUIDED,
+    NO_THOUGHT,
     PARAMS,
     TOOLS,
     Reference,
@@ -298,6 +299,18 @@ async def test_tool_calls_are_parsed_whole_and_streamed(caller):
     plain = await caller.create(CHAT, {**body, "tool_choice": "none"}, None)
     assert "tool_calls" not in plain["choices"][0]["message"]
     assert ANSWERS["Look it up."].startswith("I look.\n<tool_call>")
+
+
+async def test_thinking_is_turned_off_in_the_chat_template(caller, caller_model):
+    tokenizer = AutoTokenizer.from_pretrained(caller_model)
+    thinks, answers_at_once = [
+        await caller.create(CHAT, chat(chat_template_kwargs=variables), None)
+        for variables in ({}, {"enable_thinking": False})
+    ]
+    [ids, ids_without] = [
+        answer["choices"][0]["sample"]["prompt_ids"] for answer in (thinks, answers_at_once)
+    ]
+    assert tokenizer.decode(ids_without) == tokenizer.decode(ids) + NO_THOUGHT
 
 
 @pytest.mark.parametrize(

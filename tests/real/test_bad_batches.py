@@ -120,10 +120,10 @@ def garbage(model: art.TrainableModel) -> list[tuple[bytes, str]]:
     no_sample = TrainBatch(groups=[TrainGroup(rewards=[0.0, 1.0], samples=[[], []])], samples=[])
     return [
         (b"", "not a batch|in the middle"),
-        (b"garbage", "no zlib stream"),
+        (b"garbage", "no zstd stream"),
         (whole[:-20], "ends in the middle"),
         (whole + b"more", "goes on after the end"),
-        (json.dumps({"groups": []}).encode(), "no zlib stream"),
+        (json.dumps({"groups": []}).encode(), "no zstd stream"),
         (encode_batch(empty), "no groups"),
         (encode_batch(no_trajectory), "Group 0 has no trajectory"),
         (encode_batch(no_sample), "without a sample"),

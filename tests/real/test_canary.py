@@ -8,7 +8,6 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from art_server.steps.programs import Programs
 from art_server.steps.runtime import Runtime, Settings
 from safetensors.torch import load_file, save_file
 
@@ -29,21 +28,20 @@ class Server:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.runtime = Runtime(Settings(state=folder / "state", store=str(folder / "store")))
-        self.programs = Programs(self.runtime, 1 << 28)
         self.register = RegisterRequest(base_model=str(model), lora=LoRAConfig(rank=4))
 
     async def run(self, kind: JobKind, body: bytes) -> StepResult:
         job = JobInfo(id=uuid4().hex, kind=kind, project="canary", model="agent", state="running")
-        return await self.programs.by_kind()[kind](job, body, lambda event: None)
+        return await self.runtime.programs.run(job, body, lambda event: None)
 
     async def train(self, seed: int) -> StepResult:
         return await self.run("train", encode_batch(batch(NAME, seed, learning_rate=1e-2)))
 
     async def answers(self) -> str:
         """The policy that answers for the model's plain name."""
-        async with self.runtime.policy(str(NAME)) as policy:
+        async with self.runtime.policies.asked_for(str(NAME)) as policy:
             body = {"model": str(NAME), "prompt": "A fox", "max_tokens": 1}
-            answer = await self.runtime.engine.create("completions", body, policy)
+            answer = await self.runtime.compute.engine.create("completions", body, policy)
         return str(answer["model"])
 
 
@@ -56,7 +54,7 @@ async def server(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Server]:
 
 
 async def test_right_weights_differ_by_rounding_only(server: Server) -> None:
-    checkpoints = server.runtime.checkpoints(NAME)
+    checkpoints = server.runtime.models.checkpoints(NAME)
     for step in (1, 2):
         result = await server.train(seed=step)
         assert result.step == step
@@ -87,7 +85,7 @@ async def test_wrong_weights_are_caught_and_the_step_is_not_made(
     wrong: Callable[[Path, Path], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = server.runtime.engine
+    engine = server.runtime.compute.engine
     load = engine.load
 
     async def load_wrong(policy: str, adapter: Path) -> None:
@@ -97,7 +95,7 @@ async def test_wrong_weights_are_caught_and_the_step_is_not_made(
         patched.setattr(engine, "load", load_wrong)
         with pytest.raises(CanaryError, match=r"canary/agent@1: .*serve other"):
             await server.train(seed=1)
-    assert server.runtime.checkpoints(NAME).steps() == [0]
+    assert server.runtime.models.checkpoints(NAME).steps() == [0]
     assert engine.policies() == [str(NAME.at(0))]
     assert await server.answers() == str(NAME.at(0))
 
@@ -105,7 +103,7 @@ async def test_wrong_weights_are_caught_and_the_step_is_not_made(
     assert result.step == 1
     assert result.metrics["canary"] < 1e-4
     assert await server.answers() == str(NAME.at(1))
-    [folder] = (server.runtime.cache / "steps" / str(NAME)).glob("000001-*")
+    [folder] = (server.runtime.policies.cache / "steps" / str(NAME)).glob("000001-*")
     assert (folder / "adapter" / WEIGHTS).exists()
 
 
@@ -115,19 +113,19 @@ async def test_a_step_that_is_fetched_again_is_compared_with_what_was_kept_of_it
     runtime, policy = server.runtime, str(NAME.at(1))
     await server.train(seed=1)
     await server.train(seed=2)
-    await runtime.unload(policy)
-    load = runtime.engine.load
+    await runtime.policies.unload(policy)
+    load = runtime.compute.engine.load
 
     async def load_wrong(policy: str, adapter: Path) -> None:
         await load(policy, doubled(tmp_path, adapter))
 
     with monkeypatch.context() as patched:
-        patched.setattr(runtime.engine, "load", load_wrong)
+        patched.setattr(runtime.compute.engine, "load", load_wrong)
         with pytest.raises(CanaryError, match=r"canary/agent@1: .*not served"):
-            async with runtime.policy(policy):
+            async with runtime.policies.asked_for(policy):
                 pass
-    assert policy not in [*runtime.policies, *runtime.engine.policies()]
-    assert list((runtime.cache / "steps" / str(NAME)).glob("000001-*")) == []
+    assert policy not in [*runtime.policies.loaded(), *runtime.compute.engine.policies()]
+    assert list((runtime.policies.cache / "steps" / str(NAME)).glob("000001-*")) == []
 
-    async with runtime.policy(policy) as served:
+    async with runtime.policies.asked_for(policy) as served:
         assert served == policy

@@ -50,4 +50,4 @@ async def test_doctor_looks_at_hosts_and_stores(box: Box, tmp_path: Path) -> Non
     box.known_hosts.write_text("")
     result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor"])
     assert result.exit_code == 1
-    assert "broken  host gpu-box: The key of gpu-box is not known" in result.stdout
+    assert "broken  host gpu-box: The host key of gpu-box is not known" in result.stdout

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from art_server.api import doors
 
 from ..rigs.server_process import TOKEN, ServerProcess
 from ..rigs.waiting import wait_until
@@ -25,8 +26,6 @@ def _few_descriptors() -> None:
 
 
 def _short_limits() -> None:
-    from art_server.api import doors
-
     doors.HEAD_SECONDS, doors.BODY_SECONDS = 1.0, 1.0
 
 
@@ -84,6 +83,35 @@ async def test_2000_connections_without_a_token_keep_nobody_out(tmp_path: Path, 
     assert "accept" not in server.output
 
 
+def _hardly_any_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_a_server_without_descriptors_says_so_once_and_goes_on(tmp_path: Path) -> None:
+    """All that there are are taken by clients that have a token, and so are nobody's to take."""
+    server = ServerProcess(tmp_path)
+    server.prepare = _hardly_any_descriptors
+    ask = b"POST /art/v1/lease HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
+    ask += b"Authorization: Bearer %s\r\n\r\n" % TOKEN.encode()
+    said, began = "a connection could not be accepted", time.monotonic()
+    with server:
+        with ExitStack() as connections:
+            while said not in server.output:
+                one = connections.enter_context(connect(server))
+                one.sendall(ask)
+                one.settimeout(2)
+                with suppress(TimeoutError):
+                    assert one.recv(65536).startswith(b"HTTP/1.1 200")
+            time.sleep(3)  # the loop tries again each second
+        with connect(server) as one:
+            one.sendall(ask)
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+        assert server.terminate() == 0
+    assert server.output.count(said) <= 1 + (time.monotonic() - began) // doors.SILENT_SECONDS
+    assert "Too many open files" in server.output
+    assert "Traceback" not in server.output
+
+
 def test_a_head_that_does_not_come_ends_its_connection(impatient: ServerProcess) -> None:
     with connect(impatient) as silent, connect(impatient) as slow, connect(impatient) as next_:
         next_.sendall(HEAD % b"wrong" + b"Content-Length: 0\r\n\r\n")
@@ -123,6 +151,18 @@ def test_what_is_no_http_leaves_no_line_in_the_log(impatient: ServerProcess) -> 
         upgrade = b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n"
         connection.sendall(b"GET /v1 HTTP/1.1\r\nHost: x\r\n" + upgrade)
         assert b"401" in connection.recv(65536)
+    assert impatient.output == before
+
+
+def test_what_comes_after_an_answer_leaves_no_line_in_the_log(impatient: ServerProcess) -> None:
+    before = impatient.output
+    for end in (b"bad trailer\r\n\r\n", b"t: " + b"x" * 200_000 + b"\r\n\r\n"):
+        with connect(impatient) as connection:
+            connection.sendall(HEAD % b"wrong" + b"Transfer-Encoding: chunked\r\n\r\n")
+            assert b"401" in connection.recv(65536)
+            with suppress(ConnectionError):
+                connection.sendall(b"2\r\n{}\r\n0\r\n" + end)
+            wait_until(lambda one=connection: is_closed(one), 60)  # type: ignore[misc]
     assert impatient.output == before
 
 

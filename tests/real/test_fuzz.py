@@ -11,7 +11,6 @@ import base64
 import json
 import math
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from starlette.routing import Mount, Route
 import art_cloud as art
 from art_cloud.shared import protocol
 from art_cloud.shared.names import ModelName
-from art_cloud.shared.wire import _pack, _unpack, encode_batch
+from art_cloud.shared.wire import _compress, _decompress, _pack, _unpack, encode_batch
 
 from ..rigs.server_process import TOKEN, ServerProcess
 from ..rigs.synthetic import as_groups, batch
@@ -56,6 +55,7 @@ ODD_HEADERS = (
     ("Art-Call-Id", "../x"),
     ("Art-Call-Id", "0" * 32),
     ("Art-Call-Id", "{" + "0" * 32 + "}"),
+    ("Art-After", "../x"),
     ("Authorization", "Bearer"),
     ("Authorization", "Basic Og=="),
     ("Expect", "100-continue"),
@@ -80,9 +80,7 @@ SCHEMAS: list[type[BaseModel]] = [
 
 def all_routes() -> list[tuple[str, str]]:
     """Method and path, with its parameters in braces, of whatever the app serves."""
-    gate = make_app(
-        MagicMock(), MagicMock(), MagicMock(), token=TOKEN, max_bytes=1 << 20, guardian=MagicMock()
-    )
+    gate = make_app(MagicMock(), MagicMock(), MagicMock(), token=TOKEN)
     assert isinstance(gate, Gate)
     assert isinstance(gate.app, Starlette)
     return [
@@ -249,21 +247,21 @@ class Fuzzer:
             case 1:
                 del body[self.rng.randrange(len(body)) :]
             case 2:
-                body = bytearray(zlib.compress(bytes(20 << 20), 9))
+                body = bytearray(_compress(bytes(20 << 20)))
             case 3:
                 body = bytearray(self.rng.randbytes(self.rng.randrange(200)))
             case 4 | 5 | 6 | 7:  # sound, but for what its header says
-                tensors = _unpack(zlib.decompress(body))
+                tensors = _unpack(_decompress(body, 8 << 20))
                 header = json.loads(tensors["header"])
                 for _ in range(self.rng.randrange(1, 3)):
                     header = self._mutated(header)
                 text = _dump(header).encode(errors="surrogatepass")
-                body = bytearray(zlib.compress(_pack({**tensors, "header": text})))
+                body = bytearray(_compress(_pack({**tensors, "header": text})))
             case _:  # a sound stream of a file that is not
-                file = bytearray(zlib.decompress(body))
+                file = bytearray(_decompress(body, 8 << 20))
                 for _ in range(self.rng.randrange(1, 4)):
                     file[self.rng.randrange(len(file))] ^= self.rng.randrange(1, 256)
-                body = bytearray(zlib.compress(file))
+                body = bytearray(_compress(file))
         return bytes(body)
 
 

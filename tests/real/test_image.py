@@ -19,11 +19,13 @@ SOURCE = "/opt/art/src"
 """Where the image has the files that art-cloud is installed from."""
 LAUNCH = {
     *("server.lock.txt", "server-vllm.lock.txt", "ssh/prepare.py", "ssh/servers.py"),
-    *("modal/app.py", "skypilot/bridge.py", "skypilot/server.yaml"),
+    *("modal/app.py", "skypilot/bridge.py", "skypilot/reach.sh", "skypilot/server.yaml"),
 }
 FIND = """
 from art_cloud.clusters.install import LAUNCH, lock
+from art_cloud.clusters.providers import local
 assert lock("vllm").is_file() and lock("transformers").is_file()
+assert local._program().__file__ == str(LAUNCH / "ssh" / "servers.py")
 print(*(path.relative_to(LAUNCH).as_posix() for path in LAUNCH.rglob("*") if path.is_file()))
 """
 
@@ -118,8 +120,10 @@ def test_the_dockerfile_copies_what_its_installation_needs(image: Path, tmp_path
 def test_a_checkout_finds_its_own_scripts() -> None:
     """An editable installation runs the files of the checkout, not copies of them."""
     from art_cloud.clusters.install import LAUNCH as found
+    from art_cloud.clusters.providers import local
 
     assert found == ROOT / "launch"
+    assert local._program().__file__ == str(found / "ssh" / "servers.py")
     assert not (ROOT / "art_cloud" / "launch").exists()
 
 

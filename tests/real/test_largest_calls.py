@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 import art_cloud as art
 from art_cloud.shared.names import ModelName
-from art_cloud.shared.wire import _pack, encode_batch
+from art_cloud.shared.wire import _compress, _pack, encode_batch
 
 from ..rigs.server_process import ServerProcess
 from ..rigs.synthetic import batch
@@ -83,16 +82,16 @@ def chat(messages: list[dict[str, str]]) -> bytes:
 def incompressible(size: int) -> bytes:
     """A batch of that many bytes without groups: the job fails, once it has been read."""
     ids = random.Random(0).randbytes(size // 64 // 4 * 64 * 4)
-    entry = {"shared": 0, "prompt": len(ids) // 256, "completion": 0, "policy": 0}
+    entry = {"prompt": len(ids) // 256, "completion": 0, "policy": 0, "temperature": 1}
     header = {
-        "entries": [{"place": k, "temperature": 1, **entry} for k in range(64)],
+        "entries": [entry] * 64,
         "policies": [str(MODEL.at(0))],
         "groups": [],
         "config": {},
         "metrics": {},
     }
     tensors = {"header": json.dumps(header).encode(), "ids": ids, "logprobs": b""}
-    return zlib.compress(_pack(tensors), 0)
+    return _compress(_pack(tensors))
 
 
 def largest() -> dict[str, tuple[str, bytes, int]]:

@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,6 +27,7 @@ from art_cloud.clusters.registry import Registry, home
 from art_cloud.shared.errors import AuthError, ConfigError, ConflictError, LaunchError
 from art_cloud.shared.processes import MARK
 
+from ..rigs.server_process import ServerProcess, show_as
 from ..rigs.waiting import until
 
 SERVER = [sys.executable, "-m", "art_server", "--idle", "300"]
@@ -240,34 +243,33 @@ async def test_what_ignores_the_signal_is_killed_with_all_that_it_started(
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
+def _lead_a_session(folder: Path) -> None:
+    """In a server: as the provider starts it, with a process that it has started itself."""
+    show_as("art-server", "--state", str(folder / "clusters" / "asleep"))
+    os.setsid()
+    child = subprocess.Popen(["sleep", "300"])
+    (folder / "child").write_text(str(child.pid))
+
+
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
         (["--stall", "5"], "its event loop has not moved for 5 s"),
-        pytest.param(["--deadline", "60"], "its money or its time is up", marks=pytest.mark.slow),
+        pytest.param(["--deadline", "40"], "its money or its time is up", marks=pytest.mark.slow),
     ],
 )
 async def test_one_that_is_suspended_for_good_ends_with_all_that_it_started(
     cluster_home: Path, limits: list[str], says: str
 ) -> None:
-    state = cluster_home / "clusters" / "asleep"
-    arguments = [*SERVER, *limits, "--name", "asleep", "--state", str(state)]
-    server = await asyncio.create_subprocess_exec(
-        "bash",
-        "-c",
-        "sleep 300 & echo $!; exec " + " ".join(arguments),
-        env=os.environ | {"ART_CLOUD_TOKEN": "t"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert server.stdout is not None
-    assert server.stderr is not None
-    child = psutil.Process(int(await server.stdout.readline()))
-    await until((state / "endpoint.json").exists)
+    server = ServerProcess(cluster_home, "--name", "asleep", *limits)
+    server.state = cluster_home / "clusters" / "asleep"
+    server.prepare = partial(_lead_a_session, cluster_home)
+    await asyncio.to_thread(server.start)  # a fork: it listens long before the deadline
+    child = psutil.Process(int((cluster_home / "child").read_text()))
+    assert os.getsid(child.pid) == server.pid
     os.kill(server.pid, signal.SIGSTOP)
-    assert await server.wait() == -signal.SIGKILL
-    assert says in (await server.stderr.read()).decode()
+    assert await asyncio.to_thread(server.ended) == -signal.SIGKILL
+    assert says in server.output
     await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert await get_provider("local").list() == []
 

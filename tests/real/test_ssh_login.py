@@ -43,14 +43,14 @@ async def test_a_host_key_that_is_not_known_is_not_accepted(box: Box) -> None:
     known = box.known_hosts.read_text()
     box.known_hosts.write_text("")
     message = await refusal(box.route)
-    assert f"The key of gpu-box is not known: nothing is said of [127.0.0.1]:{box.port}" in message
+    assert "The host key of gpu-box is not known" in message
     assert message.endswith(f"ssh -F {box.config} gpu-box")
     assert box.known_hosts.read_text() == ""
 
     make_key(box.folder / "other_key")
     other = (box.folder / "other_key.pub").read_text()
     box.known_hosts.write_text(f"[127.0.0.1]:{box.port} {other}")
-    assert "gpu-box has another key than the one that is known" in await refusal(box.route)
+    assert "gpu-box shows another host key than the one in" in await refusal(box.route)
 
     # the name under which gcloud, for one, keeps keys
     box.known_hosts.write_text(known.replace(f"[127.0.0.1]:{box.port}", "compute.17"))
@@ -63,17 +63,17 @@ async def test_a_host_key_that_is_not_known_is_not_accepted(box: Box) -> None:
 async def test_a_key_that_is_not_taken(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     (box.folder / "client_key.pub").write_text("")
-    assert "gpu-box takes none of your keys" in await refusal(box.route)
+    assert "gpu-box does not let this user in" in await refusal(box.route)
 
 
 async def test_a_box_that_is_off_is_unknown_not_stopped(box: Box) -> None:
     record, _ = Registry().claim("one", spec(box.asked))
     Registry().set_state(record, "running")
     box.stop()
-    assert "gpu-box does not answer" in await refusal(box.route)
+    assert "gpu-box refuses ssh connections" in await refusal(box.route)
     [found] = await fleet.status()
     assert found.state == "unknown"
-    assert "gpu-box does not answer" in found.detail
+    assert "gpu-box refuses ssh connections" in found.detail
     assert await Relauncher(get_provider("ssh"), record, "relaunch")() is None  # it may be there
     with pytest.raises(ProviderError, match="ends by itself when"):
         await fleet.down("one")

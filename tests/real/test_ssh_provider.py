@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -221,10 +222,14 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
     record, _ = Registry().claim("three", spec(pool))
     with pytest.raises(NoMachineError) as caught:
         await provider.launch(record.spec, "three")
-    for reason in ("off does not answer", "first has a server already: one", "second has a server"):
+    for reason in (
+        "off refuses ssh connections",
+        "first has a server already: one",
+        "second has a server",
+    ):
         assert reason in str(caught.value)
 
-    with pytest.raises(art.IncompleteListError, match=r"off does not answer") as incomplete:
+    with pytest.raises(art.IncompleteListError, match=r"off refuses ssh connections") as incomplete:
         await provider.list()
     places = {one.name: one.detail.split(",")[0] for one in incomplete.value.instances}
     assert places == {"one": "first", "two": "second"}
@@ -236,7 +241,7 @@ async def test_the_first_box_that_answers_and_is_free_is_taken(
     assert [line async for line in provider.logs("two", follow=False)] == []
     for name in ("one", "two"):
         await provider.terminate(name)
-    with pytest.raises(ProviderError, match=r"off does not answer.*three"):
+    with pytest.raises(ProviderError, match=r"off refuses ssh connections.*three"):
         await provider.terminate("three")
 
     refused = await asyncio.to_thread(CliRunner().invoke, app, ["down", "four", "--forget"])
@@ -285,7 +290,7 @@ async def test_a_box_that_does_not_fit_says_why(
 
 async def test_a_host_that_there_is_not_leaves_nothing_recorded(box: Box) -> None:
     asked = {**box.asked, "host": "no-such-host.invalid"}
-    with pytest.raises(NoMachineError, match=r"no-such-host\.invalid does not answer"):
+    with pytest.raises(NoMachineError, match=r"address of no-such-host\.invalid can.t be found"):
         await art.up("ssh", name="one", store="file:///of/the/box", **asked)
     assert Registry().list() == []
 
@@ -495,6 +500,29 @@ async def test_a_box_that_this_user_may_not_switch_off_is_refused(tmp_path: Path
             )
     with pytest.raises(ConfigError, match="on_end"):
         await get_provider("ssh").offers(spec({"host": "gpu-box", "on_end": "explode"}))
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_who_is_not_root_asks_sudo_and_is_never_asked_for_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may: bool
+) -> None:
+    """A script stands in for `sudo`, which would switch this machine off, and notes how it was
+    asked."""
+    asked = tmp_path / "asked"
+    answer = "echo fine" if may else "echo a password is required; exit 1"
+    note = f'printf "%s\\n" "$*" >> {asked}; {answer}'
+    for tool, does in (("sudo", note), ("poweroff", "exit 1")):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    prepare, servers = importlib.import_module("prepare"), importlib.import_module("servers")
+    problem = None if may else "sudo -n -l poweroff: a password is required"
+    assert prepare._poweroff_problem() == problem
+    said = (0, "fine") if may else (1, "a password is required")
+    assert servers.power(*servers.POWER_OFF) == said
+    assert asked.read_text().splitlines() == ["-n -l poweroff", "-n poweroff"]
 
 
 # ---------------------------------------------------------------- what the pages say

@@ -201,4 +201,4 @@ async def test_offers_are_listed_with_the_price_of_a_run() -> None:
     assert (offer["provider"], offer["price"]) == ("local", 0)
     none = await art_cloud("offers", "local", "--gpu", "H100")
     assert none.exit_code == 1
-    assert "local: A local cluster has no option gpu" in none.stderr
+    assert "local: A local cluster: gpu: not among its options" in none.stderr

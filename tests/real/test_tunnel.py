@@ -154,6 +154,35 @@ async def test_a_client_that_is_gone_when_its_answer_ends_cuts_no_other(sshd: Ss
     server.close()
 
 
+async def test_only_a_whole_answer_ends_with_its_end(sshd: Sshd) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if await reader.read(5) == b"whole":
+            writer.write(b"all")
+            writer.write_eof()
+            await reader.read()
+        else:
+            writer.write(b"a part")
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    tunnel = await open_tunnel(sshd.route, server.sockets[0].getsockname()[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", tunnel.port)
+    writer.write(b"whole")
+    assert await reader.read() == b"all"  # though the client has not ended its side
+    writer.close()
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", tunnel.port)
+    writer.write(b"other")
+    assert await reader.read(6) == b"a part"
+    sshd.kill_sessions()
+    with pytest.raises(ConnectionResetError):
+        await reader.read()
+    writer.close()
+    await tunnel.close()
+    server.close()
+
+
 async def test_calls_wait_while_sshd_is_away(
     backend: art.Backend, model: art.TrainableModel, sshd: Sshd
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from art_cloud.shared.names import ModelName
 
+from ..contract.engines import vllm_python
 from ..rigs.server_process import TOKEN, ServerProcess
 from ..rigs.waiting import wait_until
 from .test_limits import client_of, ended, register, train
@@ -83,6 +84,38 @@ async def test_a_stream_that_nobody_reads_holds_neither_the_trainer_nor_the_leas
             assert "all 1 slots of the engine are in use: waiting" in server.output
             async with server.http() as http:
                 answer = await http.post("/v1/completions", json=body)
+            assert answer.json()["model"] == f"{MODEL}@1"
+    assert await ended(server) == 0
+    assert "server ends (--lease)" in server.output
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+async def test_a_stream_of_vllm_that_nobody_reads_lets_go_of_the_trainer_and_the_lease(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """vLLM has to be at rest before it can sleep, and the trainer waits for that."""
+    server = ServerProcess(
+        *(tmp_path, "--engine", "vllm", "--vllm-python", vllm_python(), "--model", tiny_model),
+        *("--placement", "sleep", "--lease", "20"),
+    )
+    server.prepare = _impatient
+    server.start()
+    body = {"model": str(MODEL), "prompt": "x", "max_tokens": 400, "logprobs": 5, "n": 8}
+    request = body | {"stream": True, "ignore_eos": True}
+    async with client_of(server) as client:
+        await register(client, tiny_model)
+        with unread(server, "POST", "/v1/completions", request) as reader:
+            await seen(reader)
+            async with server.http() as http:
+                asked = await http.get("/art/v1/server")
+            assert asked.json()["requests_running"] == 8
+            job = await train(client)
+            async with asyncio.timeout(300):
+                assert [event.type async for event in client.events(job)][-1] == "done"
+            assert "a client has read nothing of what it was sent" in server.output
+            async with server.http() as http:
+                answer = await http.post("/v1/completions", json=body | {"max_tokens": 1, "n": 1})
             assert answer.json()["model"] == f"{MODEL}@1"
     assert await ended(server) == 0
     assert "server ends (--lease)" in server.output

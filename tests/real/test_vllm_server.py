@@ -115,5 +115,5 @@ async def test_nothing_is_left_whoever_is_killed(server: ServerProcess, victims:
             wait_until(lambda: any(is_vllm(c) for c in alive(parent.children()) if c != vllm))
             processes += parent.children(recursive=True)
     server.ended()
-    wait_until(lambda: not alive(processes), 20)
+    wait_until(lambda: not alive(processes), 120)
     assert not socket.parent.exists()

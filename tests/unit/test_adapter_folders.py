@@ -11,7 +11,6 @@ from uuid import uuid4
 
 import pytest
 import torch
-from art_server.steps.programs import Programs
 from art_server.steps.runtime import Runtime, Settings
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
@@ -98,19 +97,19 @@ async def test_a_pushed_lora_is_served_and_trained_on(
     assert (made.kind, made.step, made.lora.rank) == ("push", 0, 4)
     (tmp_path / "state").mkdir()
     runtime = Runtime(Settings(state=tmp_path / "state", store=str(tmp_path / "store")))
-    programs = Programs(runtime, 1 << 24)
+    programs = runtime.programs
 
     def job(kind: Any) -> JobInfo:
         return JobInfo(id=uuid4().hex, kind=kind, project="games", model="agent", state="running")
 
     try:
         request = RegisterRequest(base_model=str(tiny_model), lora=made.lora)
-        await programs.register(job("register"), request.model_dump_json().encode(), print)
+        await programs.run(job("register"), request.model_dump_json().encode(), print)
         chat = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
-        async with runtime.policy(str(NAME)) as policy:
+        async with runtime.policies.asked_for(str(NAME)) as policy:
             assert policy == f"{NAME}@0"
             body = chat | {"model": policy, "temperature": 0}
-            answer = await runtime.engine.create("chat/completions", body, policy)
+            answer = await runtime.compute.engine.create("chat/completions", body, policy)
         sample = answer["choices"][0]["sample"]
         ids = sample["prompt_ids"] + sample["completion_ids"]
         peft = PeftModel.from_pretrained(load_model(tiny_model), lora).eval()
@@ -122,7 +121,7 @@ async def test_a_pushed_lora_is_served_and_trained_on(
         ]
         assert sample["logprobs"] == pytest.approx(expected, abs=1e-4)
 
-        result = await programs.train(job("train"), encode_batch(batch(NAME, 1)), lambda data: None)
+        result = await programs.run(job("train"), encode_batch(batch(NAME, 1)), lambda data: None)
         assert (result.step, result.metrics["grad_norm"] > 0) == (1, True)
     finally:
         await runtime.close()

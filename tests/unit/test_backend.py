@@ -180,6 +180,17 @@ async def test_after_its_block_a_backend_says_that_it_has_ended(server: StandIn)
             await call
 
 
+async def test_after_its_block_a_client_says_that_it_has_ended(server: StandIn) -> None:
+    async with art.Backend(server.url, TOKEN) as backend:
+        model = art.TrainableModel[None](name="m", project="p", base_model="tiny")
+        await model.register(backend)
+        client = model.openai_client()
+    with pytest.raises(art.ConfigError, match=r"backend that this client belongs to was closed"):
+        await client.chat.completions.create(
+            model="p/m", messages=[{"role": "user", "content": "?"}]
+        )
+
+
 async def test_a_model_without_a_base_model(backend: art.Backend) -> None:
     model = art.TrainableModel[None](name="m", project="p", base_model="")
     with pytest.raises(art.ConfigError, match="p/m names no base_model"):

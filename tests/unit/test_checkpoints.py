@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -98,6 +99,31 @@ def test_a_step_comes_back_as_it_was(steps: Checkpoints, tmp_path: Path) -> None
         "adapter/adapter_config.json",
     }
     assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+@pytest.mark.parametrize("age", [timedelta(), timedelta(hours=2)])
+def test_blobs_are_touched_before_the_manifest_only_if_their_upload_is_long_ago(
+    steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: timedelta
+) -> None:
+    commit(steps, tmp_path, 0)
+    folder, asked = folder_of(tmp_path, 1), list[str]()
+
+    def noted(what: str) -> None:
+        ask = getattr(FileStore, what)
+
+        def note(self: FileStore, *arguments: Any) -> Any:
+            asked.append(what)
+            return ask(self, *arguments)
+
+        monkeypatch.setattr(FileStore, what, note)
+
+    files = steps.upload(folder)
+    manifest = draft(1, files=files, created_at=datetime.now(UTC) - age)
+    noted("touch_blob")
+    noted("create")
+    steps.create(manifest, folder)
+    touches = ["touch_blob"] * len(files)
+    assert asked == [*(touches if age else []), "create", *touches]
 
 
 def test_the_newest_is_the_highest_number(steps: Checkpoints, tmp_path: Path) -> None:
@@ -243,6 +269,49 @@ def test_all_steps_but_the_newest_can_be_deleted(steps: Checkpoints, tmp_path: P
     assert steps.steps() == [1, 2]
     with pytest.raises(NotFoundError, match="It has steps 1-2"):
         steps.delete(0)
+
+
+def test_a_server_that_trains_a_deleted_model_makes_no_further_step(
+    steps: Checkpoints, tmp_path: Path
+) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step)
+    steps.log("val", 1, {"reward": 0.5})
+    end = steps.end()
+    assert (end.step, end.kind, end.files) == (3, "end", {})
+    assert steps.end() == end
+    with pytest.raises(RivalError, match=r"not counted: games/agent was deleted at .* Choose"):
+        commit(steps, tmp_path, 3)
+    for begin in ("init", "push"):
+        with pytest.raises(ConflictError, match="exists already"):
+            commit(steps, tmp_path, 0, kind=begin)
+    with pytest.raises(ConflictError, match="games/agent was deleted at"):
+        steps.newest()
+    assert (steps.infos(), steps.manifests(), steps.store.list("games/agent/metrics/")) == (
+        *([], [], []),
+    )
+    assert [row["step"] for row in steps.history()] == [0, 1, 2]
+    with pytest.raises(NotFoundError, match="has no steps"):
+        Checkpoints(steps.store, ModelName("games", "none")).end()
+
+
+def test_a_deletion_that_broke_off_is_finished(
+    steps: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(3):
+        commit(steps, tmp_path, step)
+
+    def die(step: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            steps.end()
+    with pytest.raises(ConflictError, match="was deleted"):
+        steps.newest()
+    assert steps.end().step == 3
+    assert steps.steps() == [3]
 
 
 def test_the_number_of_a_removed_step_is_not_given_again(

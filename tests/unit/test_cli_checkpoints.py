@@ -90,6 +90,26 @@ def test_history_has_removed_steps_and_all_metrics(steps: Checkpoints) -> None:
     assert "not both" in refused(f"checkpoints history {MODEL} --csv --json")
 
 
+def test_a_model_is_deleted_whole(steps: Checkpoints) -> None:
+    steps.fork(ModelName("games", "other"), 2)
+    assert "numbers of steps, or --all" in refused(f"checkpoints rm {MODEL} --yes")
+    assert run(f"checkpoints rm {MODEL} --all", "n").exit_code == 1
+    assert steps.steps() == [0, 1, 2, 3, 4]
+
+    assert "Removed all steps" in done(f"checkpoints rm {MODEL} --all --yes")
+    assert "Removed all steps" in done(f"checkpoints rm {MODEL} --all", "y")
+    assert [m["model"] for m in json.loads(done("checkpoints ls --json"))] == ["other"]
+    assert f"{MODEL} has no steps there" in done(f"checkpoints ls {MODEL}")
+    assert "was deleted at" in refused(f"checkpoints pull {MODEL}")
+    assert "was deleted at" in refused(f"checkpoints fork {MODEL} games/third")
+    assert "exists already" in refused(f"checkpoints fork games/other {MODEL}")
+    assert "has no trajectories" in done(f"trajectories ls {MODEL}")
+
+    assert "Removed" in done("checkpoints gc --older-than 0.001s --yes")
+    assert "are whole" in done("checkpoints verify")
+    assert "games/other@2 is in" in done("checkpoints pull games/other")
+
+
 def test_pull_gives_the_step_that_was_asked_for(steps: Checkpoints) -> None:
     said = done(f"checkpoints pull {MODEL}")
     assert "games/agent@4 is in agent-step-4, a plain PEFT folder." in said

@@ -34,7 +34,9 @@ def test_durations(text: str | float, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "15 minutes", "0m", 0, -1, "-5m", float("nan"), "m"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "15 minutes", "0m", 0, -1, "-5m", float("nan"), "m", "9" * 400]
+)
 def test_what_is_no_duration(text: str | float) -> None:
     with pytest.raises(ConfigError, match=r"is not a duration.*'15m'"):
         parse_duration(text)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import typer
 from art_server.__main__ import parse_arguments
-from art_server.steps.programs import Programs
 from art_server.steps.runtime import Runtime, Settings
 from pydantic import BaseModel
 
@@ -78,11 +77,10 @@ def test_every_loss_has_a_row_with_its_numbers() -> None:
 
 async def test_every_metric_of_a_real_step_is_explained(tiny_model: Path, tmp_path: Path) -> None:
     runtime = Runtime(Settings(tmp_path / "state", str(tmp_path / "store")))
-    programs = Programs(runtime, 1 << 20).by_kind()
 
     async def make(number: int, kind: JobKind, body: bytes) -> set[str]:
         job = JobInfo(id=f"{number:032}", kind=kind, project="p", model="m", state="running")
-        return set((await programs[kind](job, body, lambda data: None)).metrics)
+        return set((await runtime.programs.run(job, body, lambda data: None)).metrics)
 
     def sample(completion: list[int]) -> Sample:
         logprobs = [-6.0] * len(completion)
@@ -203,3 +201,12 @@ def test_the_picture_of_the_rooms_is_the_contract() -> None:
             del names[0]
         found.append(set(names))
     assert drawn == rooms
+
+
+def test_where_to_change_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/develop/where-to-change.md").read_text()
+    named = set(
+        re.findall(r"`((?:art_cloud|server_image|tests|docs|launch|examples)/[^`]*)`", page)
+    )
+    assert len(named) > 20
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []

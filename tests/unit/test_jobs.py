@@ -70,8 +70,8 @@ async def journal(path: Path) -> AsyncIterator[Journal]:
 
 @pytest.fixture
 async def jobs(journal: Journal, program: Program) -> AsyncIterator[Jobs]:
-    jobs = Jobs(journal, {"train": program, "sft": program, "register": program})
-    jobs.start()
+    jobs = Jobs(journal)
+    jobs.start(program)
     yield jobs
     await jobs.stop(0.0)
 
@@ -220,8 +220,8 @@ async def test_a_job_under_way_runs_again_after_a_restart(path: Path, program: P
     journal.close()
 
     journal = Journal(path)
-    jobs = Jobs(journal, {"train": program})
-    jobs.start()
+    jobs = Jobs(journal)
+    jobs.start(program)
     events = await followed(jobs, first, after=2)
     assert [event.type for event in events] == ["progress", "warning", "started", "done"]
     assert [event.number for event in events] == [3, 4, 5, 6]
@@ -251,8 +251,8 @@ async def test_a_call_that_kills_the_server_three_times_fails_and_the_others_go_
     assert info.error is not None
     assert info.error.code == JobError.code
     assert "ended the server 3 times" in info.error.message
-    jobs = Jobs(journal, {"train": program})
-    jobs.start()
+    jobs = Jobs(journal)
+    jobs.start(program)
     assert (await followed(jobs, killer))[-1].type == "failed"
     assert (await followed(jobs, other))[-1].type == "done"
     assert program.ran == [other]
@@ -312,8 +312,8 @@ async def test_a_call_that_is_left_in_good_order_or_meets_a_full_disk_has_killed
     journal.submit(job, "train", NAME, b"body")
     program.behave = leave
     for start in range(1, 6):
-        jobs = Jobs(journal, {"train": program})
-        jobs.start()
+        jobs = Jobs(journal)
+        jobs.start(program)
         await until_running(program, start)
         async with asyncio.timeout(30):
             await jobs.stop(0.01)
@@ -322,8 +322,8 @@ async def test_a_call_that_is_left_in_good_order_or_meets_a_full_disk_has_killed
     monkeypatch.setattr(jobs_module, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(journal, "end", _full_at_first(journal.end))
     program.behave = None
-    jobs = Jobs(journal, {"train": program})
-    jobs.start()
+    jobs = Jobs(journal)
+    jobs.start(program)
     events = await followed(jobs, job)
     assert events[-1].type == "done"
     assert [event.type for event in events].count("started") == 10
@@ -555,8 +555,8 @@ async def test_a_job_whose_step_is_not_durable_is_done_again_after_a_restart(
     assert journal.unfinished() == [first, second]
     assert journal.get(first).state == "done"
     program.result = pending
-    jobs = Jobs(journal, {"train": program})
-    jobs.start()
+    jobs = Jobs(journal)
+    jobs.start(program)
     await followed(jobs, second)
     assert program.ran == [first, second]
     assert journal.repeated() == set()

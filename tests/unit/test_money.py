@@ -82,6 +82,12 @@ def test_a_point_in_time_is_kept_as_one() -> None:
         parse_deadline("soon")
 
 
+@pytest.mark.parametrize("text", ["0001-01-01T00:00+12:00", "9999-12-31T23:59-12:00"])
+def test_a_point_in_time_that_no_calendar_has(text: str) -> None:
+    with pytest.raises(ConfigError, match="beyond what a calendar has"):
+        parse_deadline(text)
+
+
 def test_what_is_over_is_over_when_its_server_begins_to_end() -> None:
     def aged(seconds: float) -> ClusterSpec:
         launched = datetime.now(UTC) - timedelta(seconds=seconds)
@@ -117,6 +123,17 @@ def test_a_receipt_of_what_ended_unseen_says_between_what() -> None:
         "one: between 0 s and 3 h, between $0.00 and $6.00 at $2.00 an hour, what it did is not "
         "known: its server was never asked"
     )
+
+
+@pytest.mark.parametrize("seen_to_end", [True, False])
+def test_a_clock_that_was_set_back_makes_no_receipt_of_less_than_was_seen(
+    seen_to_end: bool,
+) -> None:
+    seen = Usage(NOW, 1, 0, 0)
+    paid = spec(offer=offer(2), launched_at=NOW - timedelta(hours=3))
+    yesterday = NOW - timedelta(days=1)
+    assert make_receipt("one", paid, seen, yesterday, seen_to_end=seen_to_end).cost == (6, 6)
+    assert make_receipt("one", paid, None, yesterday, seen_to_end=seen_to_end).cost == (0, 0)
 
 
 @given(st.floats(0.01, 1e9))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sqlite3
 import stat
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from art_cloud.clusters.registry import Registry, Use, default_name, home, in_use
-from art_cloud.clusters.spec import ClusterSpec
+from art_cloud.clusters.spec import ClusterSpec, Offer
 from art_cloud.shared.errors import ConfigError, NotFoundError, RegistryError
 from art_cloud.shared.protocol import ServerInfo
 
@@ -102,6 +103,13 @@ def test_a_use_is_seen_by_others_until_its_process_ends() -> None:
     assert not in_use("a")
 
 
+def test_a_home_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("ART_CLOUD_HOME", str(home))
+    Use("a").end()
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
 def test_a_home_that_cannot_be_written_is_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +129,48 @@ def test_a_damaged_file_is_a_clear_error() -> None:
         Registry().list()
     with pytest.raises(RegistryError, match="can't be used: file is not a database"):
         Registry().claim("b", SPEC)
+
+
+def _rewrite(statement: str, *values: str) -> None:
+    with closing(sqlite3.connect(Registry().path)) as database, database:
+        database.execute(statement, values)
+
+
+def test_what_a_later_version_wrote_is_read_as_far_as_it_is_understood() -> None:
+    priced = SPEC.model_copy(
+        update={"offer": Offer(provider="local", region="here", price_per_hour=2.0)}
+    )
+    record, _ = Registry().claim("a", priced)
+    written = json.loads(record.spec.model_dump_json())
+    written |= {"heat": 3, "offer": written["offer"] | {"colour": "blue"}}
+    _rewrite("UPDATE clusters SET spec = ?", json.dumps(written))
+    _rewrite("ALTER TABLE clusters ADD COLUMN heat TEXT")
+    assert Registry().list() == [record]
+    other, fresh = Registry().claim("b", SPEC)
+    assert fresh
+    receipt = Registry().end(record, seen_to_end=True)
+    _rewrite("UPDATE receipts SET receipt = json_set(receipt, '$.carbon', 1)")
+    assert Registry().receipts() == [receipt]
+    assert Registry().list() == [other]
+
+
+@pytest.mark.parametrize(("field", "value"), [("spec", "{"), ("spec", "{}"), ("created_at", "x")])
+def test_a_damaged_record_hides_no_other(
+    capfd: pytest.CaptureFixture[str], field: str, value: str
+) -> None:
+    name = f"damaged-{field}-{len(value)}"
+    Registry().claim(name, SPEC)
+    other, _ = Registry().claim("other", SPEC)
+    _rewrite(f"UPDATE clusters SET {field} = ? WHERE name = '{name}'", value)
+    assert Registry().list() == [other]
+    assert Registry().get("other") == other
+    told = " ".join(capfd.readouterr().err.split())
+    assert f"What is recorded of the cluster {name} can't be understood" in told
+    with pytest.raises(RegistryError, match=f"the cluster {name} can't be understood"):
+        Registry().claim(name, SPEC)
+    receipt = Registry().end(other, seen_to_end=True)
+    _rewrite("INSERT INTO receipts VALUES ('c', '2020', '{')")
+    assert Registry().receipts() == [receipt]
 
 
 @pytest.mark.parametrize("mode", ["DELETE", "WAL"])

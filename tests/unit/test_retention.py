@@ -11,13 +11,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from art_server.steps.programs import Programs
-from art_server.steps.pruning import Pruner
 from art_server.steps.runtime import Runtime, Settings
-from pydantic import ValidationError
 
 from art_cloud.shared.config import LoRAConfig, Retention
-from art_cloud.shared.errors import NotFoundError
+from art_cloud.shared.errors import ConfigError, NotFoundError
 from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import CheckpointInfo, JobInfo, JobKind, RegisterRequest, StepResult
 from art_cloud.shared.wire import encode_batch
@@ -83,9 +80,9 @@ def test_without_the_metric_nothing_is_removed() -> None:
 
 
 def test_a_retention_keeps_something() -> None:
-    with pytest.raises(ValidationError, match="keep_last, keep_best or keep_every"):
+    with pytest.raises(ConfigError, match="keep_last, keep_best or keep_every"):
         Retention()
-    with pytest.raises(ValidationError, match="greater than 0"):
+    with pytest.raises(ConfigError, match="greater than 0"):
         Retention(keep_last=0)
 
 
@@ -123,14 +120,14 @@ async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
 async def test_a_server_keeps_what_the_model_was_registered_with(
     runtime: Runtime, tiny_model: Path
 ) -> None:
-    programs = Programs(runtime, 1 << 24)
-    steps = runtime.checkpoints(NAME)
+    programs = runtime.programs
+    steps = runtime.models.checkpoints(NAME)
 
     async def run(kind: JobKind, body: bytes, job: str = "") -> StepResult:
         info = JobInfo(
             id=job or uuid4().hex, kind=kind, project="games", model="agent", state="running"
         )
-        return await programs.by_kind()[kind](info, body, lambda data: None)
+        return await programs.run(info, body, lambda data: None)
 
     async def register(retention: Retention | None) -> None:
         request = RegisterRequest(
@@ -141,17 +138,17 @@ async def test_a_server_keeps_what_the_model_was_registered_with(
     body, first = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
     await register(Retention(keep_last=1))
     made = await run("train", body, first)
-    async with runtime.policy(f"{NAME}@1"):  # a request that goes on
+    async with runtime.policies.asked_for(f"{NAME}@1"):  # a request that goes on
         await run("train", body)
         await run("train", body)
         await until(lambda: steps.steps() == [0, 1, 3])
-    async with runtime.policy(f"{NAME}@1") as policy:
+    async with runtime.policies.asked_for(f"{NAME}@1") as policy:
         await run("train", body)
         await until(lambda: steps.steps() == [0, 1, 4])
         assert policy == f"{NAME}@1"
     await run("train", body)
     await until(lambda: steps.steps() == [0, 5])
-    async with runtime.policy(
+    async with runtime.policies.asked_for(
         f"{NAME}@1"
     ) as policy:  # removed, and loaded as long as there is room
         assert policy == f"{NAME}@1"
@@ -220,5 +217,5 @@ def test_what_was_logged_is_read_once_and_only_if_it_matters(
 
 
 async def test_a_server_remembers_what_it_read_of_a_model(runtime: Runtime) -> None:
-    pruner = Pruner(runtime)
-    assert pruner.checkpoints(NAME) is pruner.checkpoints(NAME)
+    models = runtime.models
+    assert models.state(NAME).checkpoints is models.state(NAME).checkpoints

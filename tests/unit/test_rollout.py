@@ -201,6 +201,14 @@ async def test_what_is_no_group_to_await() -> None:
             await art.gather_trajectory_groups([odd])  # type: ignore[list-item]
 
 
+async def test_what_is_awaited_for_a_group_returns_one() -> None:
+    async def rollout() -> art.Trajectory:
+        return art.Trajectory(reward=1.0)
+
+    with pytest.raises(art.ConfigError, match=r"returned a Trajectory.*gather_trajectories"):
+        await art.gather_trajectory_groups([rollout()])  # type: ignore[list-item]
+
+
 async def test_a_rollout_that_returns_something_else_is_a_failure() -> None:
     async def nothing() -> None:
         return None

@@ -412,7 +412,7 @@ def a_rival_that_prunes(games: Games) -> list[Actor]:
     games.have()
     return [
         Server(games, "A", ["a"], keep=ONE).actor(),
-        Server(games, "B", ["b1", "b2"], keep=ONE).actor(),
+        Server(games, "B", ["b1", "b2", "b3"], keep=ONE).actor(),
     ]
 
 

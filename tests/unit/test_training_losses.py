@@ -200,6 +200,37 @@ def _differentiable(
     return float(-np.concatenate(terms).mean())
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "ppo", "cispo"])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("log_ratio", [-80.0, -1.0, 1.0, 5.0, 80.0])
+def test_a_ratio_far_outside_of_the_clip_is_worth_its_bound(
+    name: Any, advantage: float, log_ratio: float
+) -> None:
+    """And where the bound is what counts, the gradient is 0, or with cispo the bound itself."""
+    config = TrainConfig(loss=name)
+    options = config.options
+    datum = replace(random_batch(1)[0], advantage=advantage)
+    datum = replace(datum, completion_ids=datum.completion_ids[:1], logprobs=[-1.0 - log_ratio])
+    logprobs_M = torch.full((1,), -1.0, requires_grad=True)
+    sums = Sums()
+    one_M = torch.ones(1)
+    loss = token_losses(logprobs_M, one_M, one_M, [datum], config, sums)
+    loss.backward()
+
+    ratio = math.exp(log_ratio)
+    bound = min(max(ratio, 1 - options.epsilon_low), 1 + options.epsilon_high)
+    is_bound = bound * advantage < ratio * advantage
+    worth = min(ratio * advantage, bound * advantage)
+    gradient = 0.0 if is_bound else worth
+    if name == "cispo":
+        worth, gradient, is_bound = -bound * advantage, bound * advantage, bound != ratio
+    assert logprobs_M.grad is not None
+    assert loss.item() == pytest.approx(-worth, rel=1e-4)
+    assert logprobs_M.grad.item() == pytest.approx(-gradient, rel=1e-4)
+    assert sums.clipped == is_bound
+    assert sums.ratio_max == pytest.approx(ratio, rel=1e-4)
+
+
 def test_metrics_of_a_batch_done_by_hand() -> None:
     """Two tokens with ratios 2 and 1/2 at advantage 1: the first is clipped, the second is not."""
     logprobs_M = torch.log(torch.tensor([0.5, 0.25], dtype=torch.float64))

@@ -38,7 +38,7 @@ async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
 
 @pytest.fixture
 async def programs(runtime: Runtime, tiny_model: Path) -> Programs:
-    programs = Programs(runtime, 1 << 24)
+    programs = runtime.programs
     body = RegisterRequest(base_model=str(tiny_model), lora=LoRAConfig(rank=4)).model_dump_json()
     await run(programs, "register", body.encode())
     return programs
@@ -52,7 +52,7 @@ async def run(
     told: list[dict[str, Any]] | None = None,
 ) -> StepResult:
     info = JobInfo(id=job or uuid4().hex, kind=kind, project="p", model="m", state="running")
-    return await programs.by_kind()[kind](info, body, (told if told is not None else []).append)
+    return await programs.run(info, body, (told if told is not None else []).append)
 
 
 def files(folder: Path) -> list[str]:
@@ -72,7 +72,7 @@ async def test_what_is_trained_on_and_what_is_logged_are_read_together(
     rows, samples = logged_trajectories(groups)
     entry = LogRequest(split="val", step=1, metrics={}, trajectories=rows, samples=samples)
     for _ in range(2):  # an answer that was lost
-        write_logged(runtime.checkpoints(NAME), entry, runtime.base)
+        write_logged(runtime.models.checkpoints(NAME), entry, runtime.compute.base)
         await run(programs, "train", encode_batch(sent), call)
     assert [name.partition("-")[0] for name in files(tmp_path)] == ["train/000001", "val/000001"]
     assert f"train/000001-{call}.parquet" in files(tmp_path)
@@ -93,7 +93,6 @@ async def test_what_is_trained_on_and_what_is_logged_are_read_together(
     ).fetchall()
     assert tokens == [("p/m@0", 20, 12, 12)] * 12
 
-    assert runtime.base is not None
     table = pd.read_parquet(tmp_path / "store" / "p" / "m" / "trajectories")
     for (_, row), sample in zip(
         table[table["split"] == "train"].iterrows(), sent.samples, strict=True
@@ -101,8 +100,8 @@ async def test_what_is_trained_on_and_what_is_logged_are_read_together(
         [kept] = row["samples"]
         assert kept["completion_ids"].tolist() == sample.completion_ids
         assert kept["logprobs"].tolist() == pytest.approx(sample.logprobs)
-        assert kept["completion"] == runtime.base.tokenizer.decode(sample.completion_ids)
-        assert kept["prompt"] == runtime.base.tokenizer.decode(sample.prompt_ids)
+        assert kept["completion"] == runtime.compute.base.tokenizer.decode(sample.completion_ids)
+        assert kept["prompt"] == runtime.compute.base.tokenizer.decode(sample.prompt_ids)
     logged = table[table["split"] == "val"].iloc[0]
     assert json.loads(logged["messages"])[0]["role"] == "user"
 
@@ -115,7 +114,7 @@ async def test_a_step_that_was_not_counted_leaves_no_trajectories(
 
     body, call = encode_batch(batch(NAME, 1, groups=1)), uuid4().hex
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.trainer, "optim_step", refuse)
+        patch.setattr(runtime.compute.trainer, "optim_step", refuse)
         with pytest.raises(JobError, match="not finite"):
             await run(programs, "train", body, call)
     assert files(tmp_path) == []
@@ -138,7 +137,7 @@ async def test_a_step_stands_whose_trajectories_could_not_be_kept(
     with monkeypatch.context() as patch:
         patch.setattr(runtime.store, "create", go_away)
         result = await run(programs, "train", body, call, told)
-    assert (result.step, runtime.newest(NAME).step, files(tmp_path)) == (1, 1, [])
+    assert (result.step, runtime.models.newest(NAME).step, files(tmp_path)) == (1, 1, [])
     [warning] = [data["warning"] for data in told if "warning" in data]
     assert "trajectories of step 1 were not kept; the step itself is" in warning
     assert (await run(programs, "train", body, call)).step == 1
@@ -150,7 +149,7 @@ def test_a_sample_that_was_not_sent_is_refused(runtime: Runtime, tmp_path: Path)
     rows[0] = rows[0].model_copy(update={"samples": [99]})
     entry = LogRequest(split="val", step=0, metrics={}, trajectories=rows, samples=samples)
     with pytest.raises(InvalidRequestError, match="not among the 3 sent"):
-        write_logged(runtime.checkpoints(NAME), entry, None)
+        write_logged(runtime.models.checkpoints(NAME), entry, None)
     assert files(tmp_path) == []
 
 
@@ -160,9 +159,8 @@ async def test_a_file_that_can_not_be_made_does_not_fail_the_step(
     def break_down(*_: object, **__: object) -> str:
         raise OverflowError("A tokenizer that can't write this id.")
 
-    assert runtime.base is not None
-    monkeypatch.setattr(runtime.base.tokenizer, "decode", break_down)
+    monkeypatch.setattr(runtime.compute.base.tokenizer, "decode", break_down)
     told: list[dict[str, Any]] = []
     result = await run(programs, "train", encode_batch(batch(NAME, 1, groups=1)), told=told)
-    assert (result.step, runtime.newest(NAME).step, files(tmp_path)) == (1, 1, [])
+    assert (result.step, runtime.models.newest(NAME).step, files(tmp_path)) == (1, 1, [])
     assert any("can't write this id" in data.get("warning", "") for data in told)

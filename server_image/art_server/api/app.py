@@ -26,10 +26,12 @@ from art_cloud.shared.errors import (
     AuthError,
     ConflictError,
     InvalidRequestError,
+    NotFoundError,
     RequestTooLargeError,
 )
 from art_cloud.shared.names import STEP, ModelName, PolicyName
 from art_cloud.shared.protocol import (
+    AFTER,
     CALL_ID,
     PROTOCOL,
     VERSION,
@@ -37,6 +39,7 @@ from art_cloud.shared.protocol import (
     ForkRequest,
     JobKind,
     LogRequest,
+    ModelInfo,
     PruneRequest,
     RegisterRequest,
     ServerInfo,
@@ -51,7 +54,6 @@ from art_cloud.store.checkpoints import Checkpoints
 from art_cloud.store.retention import prune
 
 from ..lifetime import Guardian
-from ..steps.commits import Commits
 from ..steps.jobs import Jobs
 from ..steps.runtime import Runtime
 from ..steps.trajectory_log import write_logged
@@ -74,28 +76,24 @@ from .sessions import PATH as SESSIONS
 from .sessions import Sessions
 
 LOOKING = "/art/v1/server"
-"""Whoever watches a server does not use it."""
+"""The route of `status`. A request to it is no use of the server: it renews no limit."""
 ART = "/art/v1/"
 HARMLESS = ("/art/v1/lease", "/art/v1/credentials")
-"""What is sent to a server that only reads, too."""
+"""Routes that a read-only server answers too, though they are no GET."""
 
 
 class Routes:
-    """Those under `/art/v1`."""
+    """The routes under `/art/v1`."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        jobs: Jobs,
-        commits: Commits,
-        sessions: Sessions,
-        guardian: Guardian,
-        max_bytes: int,
+        self, runtime: Runtime, jobs: Jobs, sessions: Sessions, guardian: Guardian
     ) -> None:
-        self.max_bytes = max_bytes
         self.runtime = runtime
+        self.max_bytes = runtime.settings.max_bytes
+        self.compute = runtime.compute
+        self.models = runtime.models
+        self.policies = runtime.policies
         self.jobs = jobs
-        self.commits = commits
         self.sessions = sessions
         self.guardian = guardian
         self.started_at = datetime.now(UTC)
@@ -125,7 +123,7 @@ class Routes:
         ]
 
     async def server(self, request: Request) -> Response:
-        runtime, stats = self.runtime, self.runtime.stats()
+        compute, stats, store = self.compute, self.compute.stats(), self.runtime.store
         current = self.jobs.current
         made = self.jobs.journal.totals()
         before = self.made_before
@@ -133,14 +131,14 @@ class Routes:
             ServerInfo(
                 version=__version__,
                 protocol=PROTOCOL,
-                base_model=runtime.base_name,
-                engine=runtime.settings.engine,
-                device=runtime.device,
-                store=runtime.store.url,
-                single_writer=runtime.store.single_writer,
-                credentials_until=runtime.store.credentials_until,
-                policies=runtime.policies,
-                not_durable=self.commits.pending,
+                base_model=compute.base_name,
+                engine=self.runtime.settings.engine,
+                device=compute.device,
+                store=store.url,
+                single_writer=store.single_writer,
+                credentials_until=store.credentials_until,
+                policies=self.policies.loaded(),
+                not_durable=self.models.not_durable(),
                 jobs_queued=self.jobs.queued,
                 requests_running=stats.running,
                 requests_waiting=stats.waiting,
@@ -148,7 +146,7 @@ class Routes:
                 if current
                 else None,
                 started_at=self.started_at,
-                loading_seconds=runtime.loading_seconds,
+                loading_seconds=compute.loading_seconds,
                 clocks=self.guardian.clocks(),
                 warnings=self.guardian.warnings,
                 steps_made=made.steps - before.steps,
@@ -181,7 +179,13 @@ class Routes:
             await aside(body, partial(parse, schema))
         call, name = _call_id(request), _name(request)
         if kind != "register" and not await self.jobs.ask(self.jobs.journal.knows, call):
-            self.runtime.newest(name)
+            self.models.newest(name)
+            before = request.headers.get(AFTER)
+            if before is not None and not await self.jobs.ask(self.jobs.journal.knows, before):
+                raise NotFoundError(
+                    f"This server does not know the call {before[:80]!r}, which came before this "
+                    f"one. Register {name} again, so that it is handed what it lacks."
+                )
         info = await self.jobs.submit(call, kind, name, body)
         return answer(info, HTTPStatus.ACCEPTED)
 
@@ -195,17 +199,28 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         name = _name(request)
-        await self.runtime.models.settled(name)
-        return answer(self.runtime.info(name))
+        await self.models.until_known(name)
+        newest = self.models.newest(name)
+        return answer(
+            ModelInfo(
+                project=name.project,
+                model=name.model,
+                base_model=newest.base_model,
+                step=newest.step,
+                policy=newest.policy,
+                context_length=self.compute.base.context_length,
+            )
+        )
 
     async def log(self, request: Request) -> Response:
         entry = await self._read(LogRequest, request)
         checkpoints = self._steps(request)
-        await self.commits.settled(checkpoints.name)
+        await self.models.until_durable(checkpoints.name)
+        base = self.compute.base if self.compute.base_name else None
 
         def write() -> None:
             checkpoints.read(entry.step)
-            write_logged(checkpoints, entry, self.runtime.base)
+            write_logged(checkpoints, entry, base)
             checkpoints.log(entry.split, entry.step, entry.metrics)
 
         await asyncio.to_thread(write)
@@ -221,7 +236,7 @@ class Routes:
 
     async def prune(self, request: Request) -> Response:
         wanted = await self._read(PruneRequest, request)
-        in_use = self.runtime.steps_in_use(_name(request))
+        in_use = self.policies.steps_in_use(_name(request))
         steps, dry_run = self._steps(request), wanted.dry_run
         return _infos(
             await asyncio.to_thread(prune, steps, wanted.retention, keep=in_use, dry_run=dry_run)
@@ -230,20 +245,20 @@ class Routes:
     async def delete_checkpoint(self, request: Request) -> Response:
         step = _step(request)
         await asyncio.to_thread(self._steps(request).delete, step)
-        await self.runtime.unload(str(_name(request).at(step)))
+        await self.policies.unload(str(_name(request).at(step)))
         return JSONResponse({})
 
     async def fork(self, request: Request) -> Response:
         wanted = await self._read(ForkRequest, request)
         to = ModelName(wanted.to_project, wanted.to_model)
-        await self.commits.settled(_name(request))
+        await self.models.until_durable(_name(request))
         await asyncio.to_thread(self._steps(request).fork, to, wanted.step)
-        infos = await asyncio.to_thread(self.runtime.checkpoints(to).infos)
+        infos = await asyncio.to_thread(self.models.checkpoints(to).infos)
         return answer(infos[-1], HTTPStatus.CREATED)
 
     async def open_session(self, request: Request) -> Response:
         model = (await self._read(SessionRequest, request)).model
-        self.runtime.newest(
+        self.models.newest(
             PolicyName.parse(model).model if "@" in model else ModelName.parse(model)
         )
         session = self.sessions.create(model)
@@ -277,25 +292,17 @@ class Routes:
         return EventSourceResponse(events(), ping=15)
 
     def _steps(self, request: Request) -> Checkpoints:
-        return self.runtime.checkpoints(_name(request))
+        return self.models.checkpoints(_name(request))
 
 
-def make_app(
-    runtime: Runtime,
-    jobs: Jobs,
-    commits: Commits,
-    *,
-    token: str,
-    max_bytes: int,
-    guardian: Guardian,
-) -> ASGIApp:
-    sessions = Sessions()
-    gateway = Gateway(runtime, sessions, max_bytes)
-    routes = Routes(runtime, jobs, commits, sessions, guardian, max_bytes)
+def make_app(runtime: Runtime, jobs: Jobs, guardian: Guardian, *, token: str) -> ASGIApp:
+    sessions, settings = Sessions(), runtime.settings
+    gateway = Gateway(runtime.compute, runtime.policies, sessions, settings.max_bytes)
+    routes = Routes(runtime, jobs, sessions, guardian)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        jobs.start()
+        jobs.start(runtime.programs.run)
         yield
 
     app = Starlette(
@@ -312,8 +319,9 @@ def make_app(
         },
         lifespan=lifespan,
     )
-    read_only = runtime.settings.read_only
-    return Gate(app, token, sessions, max_bytes, guardian.touch, read_only=read_only)
+    return Gate(
+        app, token, sessions, settings.max_bytes, guardian.touch, read_only=settings.read_only
+    )
 
 
 class Gate:

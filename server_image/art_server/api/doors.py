@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HEAD_SECONDS = 10.0
 """How long the head of a request may take to come."""
 BODY_SECONDS, BODY_BYTES = 30.0, 30 << 10
-"""A body that does not end has to bring so many bytes in so many seconds."""
+"""A request's body has to bring so many bytes in each so many seconds, until it ends."""
 KEEP_ALIVE_SECONDS = 30
 """How long a connection may lie idle: longer than clients keep theirs, so that they end it."""
 UNREAD_SECONDS = 60.0
@@ -35,9 +35,10 @@ BACKLOG = 128
 MOST_DESCRIPTORS = 1 << 16
 MOST_STRANGERS = 2048
 SILENT_SECONDS = 60.0
-"""Between two log lines that say the same of connections that could not be accepted."""
+"""How long the log is silent after it said that connections could not be accepted."""
 ADMIT = "art.admit"
-"""The extension of an ASGI scope to call once a request has shown a token or a session's key."""
+"""The key in an ASGI scope's extensions of a function to call once a request has shown a token or a
+session's key."""
 
 
 def raise_descriptor_limit() -> int:
@@ -115,7 +116,8 @@ class Connection(H11Protocol):
         self._wait_for(None if state is h11.IDLE else state)  # idle: uvicorn's own limit
 
     def _wait_for(self, state: type | None) -> None:
-        """Limit the time of a head (IDLE) or of a body (SEND_BODY), and of nothing else."""
+        """Start the time limit of a head (IDLE) or of a body (SEND_BODY); no other state has
+        one."""
         if state is self._limited:
             return
         if self._limit is not None:
@@ -141,6 +143,13 @@ class Connection(H11Protocol):
 
     def _end(self) -> None:
         self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """What can't be understood after the answer was sent has none of its own."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self._end()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -169,8 +178,8 @@ class Connection(H11Protocol):
         self._end()
 
     def _unread(self) -> int:
-        """Bytes that the client's system has not taken; as it makes room when the client reads, and
-        this one's asks for more only after many, those that it has are counted too."""
+        """How many bytes the client's system has not taken; it takes more as the client reads. This
+        machine's system asks for more only after many, so what it still holds is counted too."""
         socket = self.transport.get_extra_info("socket")
         [in_system] = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
         return int(in_system) + self.transport.get_write_buffer_size()
@@ -179,8 +188,8 @@ class Connection(H11Protocol):
 def handle_loop_errors(
     loop: asyncio.AbstractEventLoop, now: Callable[[], float] = time.monotonic
 ) -> None:
-    """Have asyncio say once in a while only that it has no descriptors for new connections: it
-    tries again every second, and would say it of each connection."""
+    """Have asyncio log only once in a while that no descriptors are left for new connections: it
+    tries again every second, and would log it for each connection."""
     quiet_until = 0.0
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -22,16 +22,18 @@ from art_cloud.shared.wire import check_values
 
 from ..inference import Route as InferenceRoute
 from ..inference import is_masked
-from ..steps.runtime import Runtime
+from ..steps.compute import Compute
+from ..steps.policies import Policies
 from .replies import CLIENT_CLOSED_REQUEST, JSON_SHARE, aside, error_body, parse_json, read_body
 from .sessions import Session, Sessions
 
 log = logging.getLogger(__name__)
 
 OPENAI_BYTES = 16 << 20
-"""The largest request of these routes: some millions of tokens."""
+"""The largest body of a request to the OpenAI routes in bytes: some millions of tokens."""
 SMALL_ANSWER = 4096
-"""Tokens of an answer that is written on the spot."""
+"""An answer of up to so many tokens, those of its prompt included, is turned into JSON on the event
+loop; a longer one in a thread."""
 
 
 class Gateway:
@@ -41,14 +43,18 @@ class Gateway:
     them.
     """
 
-    def __init__(self, runtime: Runtime, sessions: Sessions, max_bytes: int) -> None:
+    def __init__(
+        self, compute: Compute, policies: Policies, sessions: Sessions, max_bytes: int
+    ) -> None:
         self.max_bytes = max_bytes
-        self.runtime = runtime
+        self.compute = compute
+        self.policies = policies
         self.sessions = sessions
         self.started_at = datetime.now(UTC)
 
     def routes(self) -> list[Route]:
-        """They belong to a session where the path in front of them has a `session`."""
+        """The OpenAI routes. They belong to a session where the path in front of them has a
+        `session`."""
         return [
             Route("/models", self.list_models),
             Route("/chat/completions", self.chat_completions, methods=["POST"]),
@@ -57,7 +63,7 @@ class Gateway:
 
     async def list_models(self, request: Request) -> Response:
         session = self._session(request)
-        names = [session.model] if session else self.runtime.names()
+        names = [session.model] if session else self.policies.names()
         created = int(self.started_at.timestamp())
         return JSONResponse(
             {
@@ -89,7 +95,7 @@ class Gateway:
         if not isinstance(body.get("model"), str):
             raise InvalidRequestError(
                 "The request names no model: set 'model' to one of "
-                f"{', '.join(self.runtime.names()) or '(none is registered yet)'}."
+                f"{', '.join(self.policies.names()) or '(none is registered yet)'}."
             )
         chunks = self._chunks(route, body, session)
         if body.get("stream"):
@@ -109,7 +115,7 @@ class Gateway:
         masked = is_masked(body)
         with session.request(route, body) if session else nullcontext() as recorded:
             async with (
-                self.runtime.policy(body["model"]) as policy,
+                self.policies.asked_for(body["model"]) as policy,
                 aclosing(self._answer(route, body, policy)) as answer,
             ):
                 async for chunk in answer:
@@ -124,9 +130,9 @@ class Gateway:
         self, route: InferenceRoute, body: dict[str, Any], policy: str | None
     ) -> AsyncGenerator[dict[str, Any], None]:
         if not body.get("stream"):
-            yield await self.runtime.engine.create(route, body, policy)
+            yield await self.compute.engine.create(route, body, policy)
             return
-        async with aclosing(self.runtime.engine.stream(route, body, policy)) as stream:
+        async with aclosing(self.compute.engine.stream(route, body, policy)) as stream:
             async for chunk in stream:
                 yield chunk
 
@@ -134,7 +140,8 @@ class Gateway:
 async def _stream(
     request: Request, chunks: AsyncGenerator[dict[str, Any], None]
 ) -> StreamingResponse:
-    """Errors before the first chunk are answered with their status, later ones as an event."""
+    """Stream the chunks. Errors before the first chunk are answered with their status, later ones
+    as an event."""
     first = await _unless_disconnected(request, anext(chunks))
 
     async def lines() -> AsyncIterator[bytes]:

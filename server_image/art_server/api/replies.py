@@ -1,4 +1,4 @@
-"""What all routes answer with, and how they read what they are sent."""
+"""Answers and errors of all routes, and how request bodies are read."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from art_cloud.shared.errors import (
     RequestTooLargeError,
 )
 from art_cloud.shared.protocol import ErrorBody
+from art_cloud.shared.validation import complaint
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +30,21 @@ T = TypeVar("T")
 Body = bytes | bytearray
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's, for its log: nobody is left to read it."""
+"""The status that nginx logs when the client has gone: nobody reads the answer."""
 TYPES = {401: "authentication_error", 404: "not_found_error"}
 
 
 JSON_SHARE = 4
-"""A body of JSON may be so much smaller than a batch: read, it takes several times as much."""
+"""The limit for a JSON body is that of a batch divided by this: once read, JSON takes several times
+its size."""
 SMALL = 64 << 10
-"""Bytes of JSON that are read on the spot: in a millisecond or two."""
+"""A body of up to so many bytes of JSON is read on the event loop: it takes a millisecond or
+two."""
 
 
 async def read_body(request: Request, most: int) -> bytearray:
-    """The body, in one piece without copying it. Raises `RequestTooLargeError` beyond `most`."""
+    """Return the body in one piece without copying it. Raises `RequestTooLargeError` beyond
+    `most`."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -53,15 +57,15 @@ async def read_body(request: Request, most: int) -> bytearray:
 
 
 async def aside(content: Body, read: Callable[[Body], T]) -> T:
-    """What `read` makes of `content`, without other requests waiting for it."""
+    """Return `read(content)` without making other requests wait for it."""
     if len(content) <= SMALL:
         return read(content)
     return await asyncio.to_thread(read, content)
 
 
 def parse_json(body: Body) -> dict[str, Any]:
-    """Raises `InvalidRequestError` for what is no object, is nested too deep (about 200 levels) or
-    holds half of a surrogate pair, which is no text."""
+    """Parse a JSON object. Raises `InvalidRequestError` for what is none, is nested too deep (about
+    200 levels) or holds half of a surrogate pair, which is no text."""
     try:
         parsed = from_json(body)
     except ValueError as error:
@@ -75,9 +79,7 @@ def parse(schema: type[M], body: Body) -> M:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise InvalidRequestError(f"{where}: {first['msg']}.") from None
+        raise InvalidRequestError(f"{complaint(error)}.") from None
 
 
 def answer(content: BaseModel, status: int = HTTPStatus.OK) -> Response:

@@ -1,4 +1,5 @@
-"""Recorded sessions: what an agent asked and was answered, kept until its rollout is over.
+"""Recorded sessions: what an agent asked and was answered, kept in memory until its rollout is
+over.
 
 Messages are kept once for each session, however often an agent sends its history, and token ids as
 the 32-bit numbers that they are.
@@ -32,7 +33,7 @@ OPEN_AT_ONCE = 4096
 SESSION_BYTES = 64 << 20
 TOTAL_BYTES = 1 << 30
 ABANDONED_SECONDS = 6 * 3600.0
-"""A session that nobody has used for this long goes: its client was killed."""
+"""After so long without a request a session is dropped: its client was killed."""
 
 
 class Choices:
@@ -101,7 +102,7 @@ class Session:
             self.touched = time.monotonic()
 
     def close(self) -> Recording:
-        """End recording; the key opens nothing any more. Safe to repeat."""
+        """End the recording; the session's key is refused from then on. Safe to repeat."""
         if self.open:
             self.open = False
             self._cancelled += self._running
@@ -114,7 +115,7 @@ class Session:
         )
 
     def _record(self, route: Route, body: dict[str, Any], said: Choices) -> Iterator[RecordedCall]:
-        """One call for a chat; one for each prompt of a text completion."""
+        """Record one call for a chat, or one for each prompt of a text completion."""
         tools = self._keep(body["tools"]) if body.get("tools") else None
         each = body.get("n") or 1
         for number, messages in enumerate(_conversations(route, body)):
@@ -138,7 +139,7 @@ class Session:
         )
 
     def _keep(self, content: Any) -> int:
-        """The number of `content` among the session's texts."""
+        """The place of `content` among the session's texts, where it is added if it is new."""
         text = json.dumps(content, ensure_ascii=False, sort_keys=True)
         if text not in self._texts:
             self._texts[text] = len(self._texts)
@@ -147,7 +148,8 @@ class Session:
 
 
 class Sessions:
-    """Those that are open, and those that were closed and not fetched yet. All in memory."""
+    """All sessions that are open, and those that were closed and not fetched yet. They live in
+    memory."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Session] = {}

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from art_cloud.shared.errors import ConfigError, ConflictError
 
+from ..peft_lock import MAKING_ADAPTERS
+
 BASE = "__base__"  # what PEFT calls rows without an adapter in a mixed batch
 
 
@@ -54,13 +56,13 @@ class AdapterModel:
         self._loaded += 1
         name = f"policy_{self._loaded}"  # a module's name may not contain a dot
         device = str(self.device)
+        make: dict[str, Any] = {"torch_device": device, "low_cpu_mem_usage": True}
         try:
-            if self._peft is None:
-                self._peft = PeftModel.from_pretrained(
-                    self._model, folder, name, torch_device=device, low_cpu_mem_usage=True
-                )
-            else:
-                self._peft.load_adapter(folder, name, torch_device=device, low_cpu_mem_usage=True)
+            with MAKING_ADAPTERS:
+                if self._peft is None:
+                    self._peft = PeftModel.from_pretrained(self._model, folder, name, **make)
+                else:
+                    self._peft.load_adapter(folder, name, **make)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             if self._peft is not None and name in self._peft.peft_config:
                 self._peft.delete_adapter(name)
@@ -83,7 +85,7 @@ class AdapterModel:
     def forward(
         self, policies_B: Sequence[str | None], input_ids_BT: Tensor, **inputs: Any
     ) -> Tensor:
-        """Logits of the last column (B x V), each row under its own policy."""
+        """The logits of the last column (B x V), each row under its own policy."""
         self._route(policies_B)
         logits_B1V = self._model(
             input_ids=input_ids_BT, use_cache=True, logits_to_keep=1, **inputs
@@ -91,9 +93,9 @@ class AdapterModel:
         return logits_B1V[:, -1]
 
     def _route(self, policies_B: Sequence[str | None]) -> None:
-        """One policy for the whole batch is PEFT's active adapter; a mix goes row by row, as in
-        PEFT's `adapter_names`, but its hooks stay on from step to step.
-        """
+        """Choose the adapters of the rows. One policy for the whole batch is PEFT's active adapter;
+        a mix goes row by row, as in PEFT's `adapter_names`, but its hooks stay on from step to
+        step."""
         if self._peft is None:
             return
         names = [BASE if policy is None else self._adapters[policy][0] for policy in policies_B]

@@ -18,15 +18,15 @@ Route = Literal["chat/completions", "completions"]
 
 class EngineStats(NamedTuple):
     running: int = 0
-    """Choices that are being generated."""
+    """How many choices are being generated."""
     waiting: int = 0
-    """Choices that are not: queued behind `reason`."""
+    """How many choices wait in the queue, for `reason`."""
     tokens_generated: int = 0
-    """Since the engine was started."""
+    """How many tokens were generated since the engine was started."""
     reason: str | None = None
-    """Why something waits, in words; None when nothing does."""
+    """Why choices wait, in words; None when none waits."""
     moved: int = 0
-    """Another number whenever anything moves: a token, an adapter, a start of the engine."""
+    """A number that changes whenever anything moves: a token, an adapter, a start of the engine."""
 
 
 class Engine(Protocol):
@@ -72,7 +72,8 @@ class Engine(Protocol):
     async def create(
         self, route: Route, body: dict[str, Any], policy: str | None
     ) -> dict[str, Any]:
-        """The whole answer. `policy` None means the base model; cancelling stops the generation.
+        """Return the whole answer. `policy` None means the base model; cancelling stops the
+        generation.
 
         Raises `InvalidRequestError` (also `ContextLengthError`) and `NotFoundError`.
         """
@@ -80,9 +81,8 @@ class Engine(Protocol):
     def stream(
         self, route: Route, body: dict[str, Any], policy: str | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in OpenAI's chunks. Raises as `create`, before the first chunk; closing the
-        generator stops the generation.
-        """
+        """Yield the answer in OpenAI's chunks. Raises as `create`, before the first chunk; closing
+        the generator stops the generation."""
 
     def asleep(self) -> AbstractAsyncContextManager[None]:
         """A block in which a step is trained. Where the memory is not enough for both, requests in
@@ -92,7 +92,7 @@ class Engine(Protocol):
 
     @property
     def ended(self) -> ArtCloudError | None:
-        """What ended it for good: no request is answered from then on."""
+        """The error that ended the engine for good: it answers no request from then on."""
 
 
 def not_loaded(policy: str) -> NotFoundError:

@@ -21,26 +21,27 @@ MODES: tuple[Mode, ...] = ("resident", "sleep", "separate")
 
 GIB = 2**30
 RESERVED = 2 * GIB
-"""For two CUDA contexts and fragmentation."""
+"""Bytes kept free for two CUDA contexts and fragmentation."""
 VLLM_OVERHEAD = 2 * GIB
-"""vLLM's own activations and CUDA graphs."""
+"""Bytes for vLLM's own activations and CUDA graphs."""
 CONCURRENT = 8
-"""Sequences of full length whose keys and values have to fit, so that sampling is worth it."""
+"""Placement makes room for the keys and values of so many sequences of full length: with fewer,
+sampling is too slow."""
 LEAST_KV_CPU, MOST_KV_CPU = 128 << 20, 4 * GIB
 LEAST_FRACTION, MOST_FRACTION = 0.05, 0.92
 
 
 class Needs(NamedTuple):
     base: int
-    """The base model's weights, held once by each side."""
+    """Bytes of the base model's weights, which each side holds once."""
     adapters: int
-    """The trainer's LoRA with gradients and optimizer."""
+    """Bytes of the trainer's LoRA with gradients and optimizer."""
     activations: int
-    """Of one packed batch, forwards and backwards."""
+    """Bytes of activations of one packed batch, forwards and backwards."""
     slots: int
-    """vLLM's adapters."""
+    """Bytes of vLLM's adapters."""
     kv: int
-    """vLLM's keys and values, at the least."""
+    """Bytes that vLLM's keys and values take at least."""
 
     @property
     def training(self) -> int:
@@ -56,16 +57,17 @@ class Placement:
     mode: Mode
     reason: str
     gpu_fraction: float | None
-    """Of its GPU's memory, what vLLM may take; None on a CPU."""
+    """The share of its GPU's memory that vLLM may take; None on a CPU."""
     gpu: int | None = None
-    """vLLM's GPU, where it is not the trainer's."""
+    """The number of vLLM's GPU, where it is not the trainer's."""
 
     def __str__(self) -> str:
         return f"placement: {self.mode}: {self.reason}"
 
 
 def place(needs: Needs, memory: int, gpus: int, forced: Mode | None = None) -> Placement:
-    """`memory` is that of one of `gpus` alike; 0 gpus mean a CPU, whose memory nobody divides.
+    """Choose the placement. `memory` is that of each of `gpus` GPUs of one kind; with 0 GPUs all is
+    on a CPU, whose memory is not divided.
 
     Raises `ConfigError` where it can't fit, with the sizes.
     """
@@ -107,7 +109,7 @@ def place(needs: Needs, memory: int, gpus: int, forced: Mode | None = None) -> P
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
-    """Keys and values of one token, over all layers."""
+    """Bytes of the keys and values of one token, over all layers."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -115,15 +117,16 @@ def kv_bytes_per_token(config: PreTrainedConfig, element_bytes: int) -> int:
 
 
 def activation_bytes(config: PreTrainedConfig, tokens: int) -> int:
-    """Of a batch of `tokens` in 16 bits, layer by layer recomputed: 2 bytes for each token and
-    hidden unit of every layer's input, 34 within the layer at hand (Korthikanti et al.,
-    arXiv:2205.05198, section 4.1, without the attention scores, which are never whole here)."""
+    """Bytes of the activations of a batch of `tokens` in 16 bits, layer by layer recomputed: 2
+    bytes for each token and hidden unit of every layer's input, 34 within the layer at hand
+    (Korthikanti et al., arXiv:2205.05198, section 4.1, without the attention scores, which are
+    never whole here)."""
     text = config.get_text_config()
     return int(tokens * text.hidden_size * (2 * text.num_hidden_layers + 34))
 
 
 def lora_parameters(shapes: list[tuple[int, ...]], rank: int) -> int:
-    """Of adapters on all matrices of these shapes."""
+    """The number of parameters of adapters on all matrices of these shapes."""
     return sum(rank * sum(shape) for shape in shapes if len(shape) == 2)
 
 

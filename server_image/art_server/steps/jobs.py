@@ -38,12 +38,11 @@ Program = Callable[[JobInfo, bytes, Report], Awaitable[StepResult]]
 class Jobs:
     """Runs the journal's jobs, one at a time, and tells whoever asks how far they are."""
 
-    def __init__(self, journal: Journal, programs: dict[JobKind, Program]) -> None:
+    def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.current: JobInfo | None = None
         self.moved = 0
         """Goes up whenever the running job says how far it is."""
-        self._programs = programs
         self._call_came = asyncio.Event()
         self._news = asyncio.Condition()
         self._stopping = False
@@ -51,9 +50,11 @@ class Jobs:
         self._worker: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1, "journal")
 
-    def start(self) -> None:
+    def start(self, program: Program) -> None:
+        """Begin to run them, each by `program`."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = get_ident()
+        self._program = program
         self._worker = asyncio.create_task(self._work())
 
     @property
@@ -183,7 +184,7 @@ class Jobs:
         what = f"{info.kind} of {info.project}/{info.model}"
         try:
             body = await asyncio.to_thread(self.journal.body, info.id)
-            return await self._programs[info.kind](info, body, report)
+            return await self._program(info, body, report)
         except ServerStoppingError:
             log.info("job %s (%s) is left for the next start", info.id, what)
             return None

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from statistics import fmean
 
 from art_cloud.shared.config import SFTConfig, TrainConfig
@@ -21,6 +24,7 @@ from art_cloud.shared.errors import (
     ConflictError,
     NotFoundError,
     RivalError,
+    ServerStoppingError,
     StoreAccessError,
     StoreError,
     StoreFullError,
@@ -29,7 +33,6 @@ from art_cloud.shared.errors import (
 from art_cloud.shared.names import ModelName
 from art_cloud.shared.protocol import (
     JobInfo,
-    JobKind,
     Metrics,
     RegisterRequest,
     SFTRequest,
@@ -39,13 +42,13 @@ from art_cloud.shared.protocol import (
 from art_cloud.shared.wire import decode_batch
 from art_cloud.store.checkpoints import Manifest, Parent, superseded
 
-from ..training import AdamParams
+from ..training import AdamParams, Trainer
 from .batches import rl_data, sft_batches, sft_data, sft_learning_rate
-from .commits import log_progress, until_answered
-from .jobs import Program, Report
-from .pruning import Pruner
-from .publishing import Keep, Publisher, nothing
-from .runtime import Runtime, package_versions
+from .compute import Compute
+from .jobs import Report
+from .models import Models, ModelState
+from .policies import Policies
+from .publishing import Keep, Publisher, ask_store, log_progress, nothing
 from .trajectory_log import keeper
 
 log = logging.getLogger(__name__)
@@ -56,67 +59,74 @@ OF_ANY_MODEL = (StoreUnavailableError, StoreAccessError, StoreFullError)
 """Errors that one model has no more than another."""
 
 
+@dataclass(frozen=True)
 class Programs:
-    def __init__(self, runtime: Runtime, max_bytes: int) -> None:
-        self.runtime = runtime
-        self.max_bytes = max_bytes
-        self._calls: dict[ModelName, dict[str, int]] = {}
-        self._resident: dict[ModelName, tuple[int, str]] = {}
-        """The step that the trainer holds of each model, and the call that made it."""
-        self._pruner = Pruner(runtime)
-        self.publisher = Publisher(runtime, self._pruner)
+    compute: Compute
+    models: Models
+    policies: Policies
+    publisher: Publisher
+    max_bytes: int
+    """Of what a call holds, once it is read."""
 
-    def by_kind(self) -> dict[JobKind, Program]:
-        return {"register": self.register, "train": self.train, "sft": self.sft}
+    async def run(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+        """Do what a job asks for; the result is that of the step that it made."""
+        if job.kind == "register":
+            return await self._register(job, body, report)
+        model = self.models.get(job.name)
+        program = self._train if job.kind == "train" else self._sft
+        try:
+            return await program(model, job, body, report)
+        finally:
+            if not isinstance(sys.exception(), ServerStoppingError):  # else the next server does it
+                model.end_repeating()
 
-    async def register(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+    async def _register(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
         """Load the base model if need be, and the model's newest step, or make its step 0."""
         request = RegisterRequest.model_validate_json(body)
-        name = job.name
-        checkpoints = self.runtime.checkpoints(name)
+        model = self.models.state(job.name)
         with suppress(RivalError):  # to register is to go on from what the rival made
-            await self.publisher.commits.settled(name)
-        manifest = await until_answered(partial(asyncio.to_thread, checkpoints.newest), report)
-        if manifest is not None:
-            _check_same_model(name, manifest, request)
-            manifest = manifest.model_copy(update={"retention": request.retention})
+            await model.until_durable()
+        manifest = await self._in_store(model, request, report)
         report({"phase": f"loading {request.base_model}"})
-        await self.runtime.open_base(request.base_model)
+        await self.compute.open(request.base_model)
         if manifest is None:
             report({"phase": "making step 0"})
-            draft = await self.runtime.in_training_thread(self._make_step_0, name, request)
+            draft = await self.compute.in_training_thread(self._make_step_0, model, request)
             try:
-                manifest = await self.publisher.publish(draft, report)
+                manifest = await self.publisher.publish(model, draft, report)
             except ConflictError:  # somebody else has begun the model: go on from there
-                self._resident.pop(name, None)
-                manifest = await until_answered(
-                    partial(asyncio.to_thread, checkpoints.newest), report
-                )
-                if manifest is None:
+                if (manifest := await self._in_store(model, request, report)) is None:
                     raise
-                _check_same_model(name, manifest, request)
-                manifest = manifest.model_copy(update={"retention": request.retention})
-        await self._serve(manifest, report)
-        return self.publisher.result(manifest)
+        await self._serve(model, manifest, report)
+        return _result(model, manifest)
 
-    async def train(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+    async def _in_store(
+        self, model: ModelState, request: RegisterRequest, report: Report
+    ) -> Manifest | None:
+        """The newest step in the store, as it is registered now."""
+        if (newest := await ask_store(report, model.checkpoints.newest)) is None:
+            return None
+        _check_same_model(model.name, newest, request)
+        return newest.model_copy(update={"retention": request.retention})
+
+    async def _train(
+        self, model: ModelState, job: JobInfo, body: bytes, report: Report
+    ) -> StepResult:
         """One step of a policy loss on a batch of groups."""
-        name = job.name
-        done = await self._done_before(job, report)
-        batch = await self.runtime.in_training_thread(decode_batch, body, self.max_bytes)
-        config = batch.config
-        newest = self.runtime.newest(name)
+        done = await self._done_before(model, job, report)
+        batch = await self.compute.in_training_thread(decode_batch, body, self.max_bytes)
+        config, name = batch.config, str(model.name)
 
-        def step() -> Manifest:
+        def train() -> Metrics:
             started = time.perf_counter()
-            self._make_resident(newest)
-            data, metrics = rl_data(batch, self.runtime.vocabulary)
+            data, metrics = rl_data(batch, self.compute.vocabulary)
             reference = None
             if config.kl_coef and config.kl_reference_step is not None:
-                self._pruner.references[name] = config.kl_reference_step
-                reference = self.runtime.fetch_reference(name, config.kl_reference_step)
-            metrics |= self.runtime.trainer.forward_backward(
-                str(name),
+                model.refer_to(config.kl_reference_step)
+                reference = self.policies.fetch_reference(model.name, config.kl_reference_step)
+            trainer = self._begin_training(model)
+            metrics |= trainer.forward_backward(
+                name,
                 data,
                 config,
                 reference=reference,
@@ -124,41 +134,37 @@ class Programs:
                     {"phase": "training", "done": done, "total": total}
                 ),
             )
-            metrics |= self.runtime.trainer.optim_step(str(name), adam(config))
+            metrics |= trainer.optim_step(name, adam(config))
             metrics["seconds"] = time.perf_counter() - started
-            return _next(job, newest, metrics | batch.metrics, report)
+            return metrics | batch.metrics
 
-        number = done.step if done else newest.step + 1
-        checkpoints = self.runtime.checkpoints(name)
-        keep = keeper(checkpoints, batch, number, job.id, self.runtime.base, report)
+        number = done.step if done else model.newest.step + 1
+        keep = keeper(model.checkpoints, batch, number, job.id, self.compute.base, report)
         if done is None:
-            return await self._step(job, step, report, keep)
+            return await self._step(model, job, train, report, keep)
         if done.durable:
             await keep()
         return done
 
-    async def sft(self, job: JobInfo, body: bytes, report: Report) -> StepResult:
+    async def _sft(
+        self, model: ModelState, job: JobInfo, body: bytes, report: Report
+    ) -> StepResult:
         """Supervised fine-tuning over all examples; one step of the model when it is through."""
-        name = job.name
-        if (done := await self._done_before(job, report)) is not None:
+        if (done := await self._done_before(model, job, report)) is not None:
             return done
-        request = await self.runtime.in_training_thread(SFTRequest.model_validate_json, body)
-        newest = self.runtime.newest(name)
-        config = request.config
+        request = await self.compute.in_training_thread(SFTRequest.model_validate_json, body)
+        config, name = request.config, str(model.name)
 
-        def step() -> Manifest:
+        def train() -> Metrics:
             started = time.perf_counter()
-            assert self.runtime.base is not None
-            data = sft_data(request.examples, self.runtime.base, self.max_bytes)
-            self._make_resident(newest)
+            data = sft_data(request.examples, self.compute.base, self.max_bytes)
+            trainer = self._begin_training(model)
             batches = sft_batches(data, config)
             losses, tokens, computed = [], 0.0, 0.0
             for number, batch in enumerate(batches):
-                measured = self.runtime.trainer.forward_backward(str(name), batch, "cross_entropy")
-                measured |= self.runtime.trainer.optim_step(
-                    str(name),
-                    adam(config, sft_learning_rate(config, number, len(batches))),
-                )
+                measured = trainer.forward_backward(name, batch, "cross_entropy")
+                rate = sft_learning_rate(config, number, len(batches))
+                measured |= trainer.optim_step(name, adam(config, rate))
                 losses.append(measured["loss"])
                 tokens += measured["tokens"]
                 computed += measured["tokens_computed"]
@@ -172,7 +178,7 @@ class Programs:
                 )
             epoch = max(1, len(batches) // config.epochs)
             seconds = time.perf_counter() - started
-            metrics = {
+            return {
                 "loss": fmean(losses[-epoch:]),
                 "loss_first": losses[0],
                 "loss_last": losses[-1],
@@ -182,62 +188,59 @@ class Programs:
                 "tokens_per_second": computed / seconds,
                 "seconds": seconds,
             }
-            return _next(job, newest, metrics, report)
 
-        return await self._step(job, step, report)
+        return await self._step(model, job, train, report)
 
     async def _step(
-        self, job: JobInfo, step: Callable[[], Manifest], report: Report, keep: Keep = nothing
+        self,
+        model: ModelState,
+        job: JobInfo,
+        train: Callable[[], Metrics],
+        report: Report,
+        keep: Keep = nothing,
     ) -> StepResult:
-        runtime, name, newest = self.runtime, job.name, self.runtime.newest(job.name)
-        looking = asyncio.create_task(self._look_elsewhere(job, newest, report))
+        """The step that `train`, called in the trainer's thread, makes of the newest one."""
+        newest = model.newest
+        looking = asyncio.create_task(self._look_elsewhere(model, job, newest, report))
         try:
-            await self.publisher.commits.retried(name)
-            if not self._is_resident(newest):
-                await until_answered(partial(asyncio.to_thread, runtime.fetch, newest), report)
-            await runtime.make_room()
-            draft = await runtime.train(step)
+            if model.store_again():
+                await model.until_durable()
+            if not self._is_resident(model):
+                await ask_store(report, self.policies.fetch, newest)
+            await self.policies.make_room()
+            draft = await self.compute.train(lambda: _next(job, newest, train(), report))
             if (found := await looking) is not None:
-                self._resident.pop(name, None)
-                return self.publisher.result(found)
-            manifest = await self.publisher.publish(draft, report, keep)
+                return _result(model, found)
+            manifest = await self.publisher.publish(model, draft, report, keep)
         except BaseException as error:
-            # what the trainer holds may be half a step: the next job reads the newest one again
-            self._resident.pop(name, None)
             await asyncio.wait([looking])
             looking.exception()  # it, or what came before it, is raised
             if isinstance(error, RivalError):
-                if error.call_id in self.publisher.unsure:
-                    raise await self._counted_after_all(name, error.call_id, report) from error
-                runtime.models.fence(name, error)
+                if model.is_unsure(error.call_id):
+                    raise await self._counted_after_all(model, error.call_id, report) from error
+                model.fence(error)
             raise
-        finally:
-            runtime.models.repeated(name)
-        self._resident[name] = (manifest.step, manifest.call_id)
-        self._calls[name][manifest.call_id] = manifest.step
-        return self.publisher.result(manifest)
+        return _result(model, manifest)
 
-    async def _done_before(self, job: JobInfo, report: Report) -> StepResult | None:
+    async def _done_before(
+        self, model: ModelState, job: JobInfo, report: Report
+    ) -> StepResult | None:
         """The result of this very call, if its step is there already."""
-        name, newest = job.name, self.runtime.newest(job.name)
-        if newest.call_id == job.id:
-            found = newest
-        elif (step := self._calls[name].get(job.id)) is not None:
-            record = partial(asyncio.to_thread, self.runtime.checkpoints(name).record, step)
-            found = await until_answered(record, report)
-        else:
-            return None
-        self.runtime.models.repeated(name)
-        return self.publisher.result(found)
+        found = model.newest
+        if found.call_id != job.id:
+            if (step := model.step_of(job.id)) is None:
+                return None
+            found = await ask_store(report, model.checkpoints.record, step)
+        return _result(model, found)
 
     async def _look_elsewhere(
-        self, job: JobInfo, newest: Manifest, report: Report
+        self, model: ModelState, job: JobInfo, newest: Manifest, report: Report
     ) -> Manifest | None:
         """This call's step, if another server made it; then this one goes on from there.
 
         Raises `RivalError` if another call made the step that this one would make.
         """
-        checkpoints = self.runtime.checkpoints(job.name)
+        checkpoints = model.checkpoints
 
         def look() -> tuple[Manifest, Manifest] | None:
             if (rival := checkpoints.find(newest.step + 1)) is None:
@@ -246,21 +249,19 @@ class Programs:
                 raise superseded(rival)
             return checkpoints.record(step), checkpoints.newest() or rival
 
-        found = await until_answered(partial(asyncio.to_thread, look), report)
-        if found is None:
+        if (found := await ask_store(report, look)) is None:
             return None
         mine, there = found
-        await self._serve(there, report)
+        await self._serve(model, there, report)
         return mine
 
     async def _counted_after_all(
-        self, name: ModelName, call_id: str, report: Report
+        self, model: ModelState, call_id: str, report: Report
     ) -> ConflictError:
         """Go on from a step of this server that it had given up, and what the next call is told."""
-        newest = partial(asyncio.to_thread, self.runtime.checkpoints(name).newest)
-        there = await until_answered(newest, report)
+        there = await ask_store(report, model.checkpoints.newest)
         assert there is not None
-        await self._serve(there, report)
+        await self._serve(model, there, report)
         return ConflictError(
             f"{there.policy} is in the store: call {call_id} made it, which was answered with an "
             "error because the store did not answer. That call counts, and this one made no step. "
@@ -274,34 +275,34 @@ class Programs:
         can't be served is left out, and whoever asks for it is told why.
         """
         for name in names:
-            checkpoints = self.runtime.checkpoints(name)
+            model = self.models.state(name)
             try:
-                manifest = await self.runtime.in_training_thread(checkpoints.newest)
+                manifest = await asyncio.to_thread(model.checkpoints.newest)
                 if manifest is None:
                     continue
-                await self.runtime.open_base(manifest.base_model)
-                await self._serve(manifest, log_progress)
+                await self.compute.open(manifest.base_model)
+                await self._serve(model, manifest, log_progress)
             except OF_ANY_MODEL:
                 raise
             except (StoreError, CanaryError, ConflictError, NotFoundError) as error:
-                self.runtime.models.leave_out(name, error)
+                model.leave_out(error)
             else:
                 if name in repeated:
-                    self.runtime.models.repeat(name)
+                    model.repeat()
 
-    async def _serve(self, manifest: Manifest, report: Report) -> None:
-        checkpoints = self.runtime.checkpoints(manifest.name)
-        calls = partial(asyncio.to_thread, checkpoints.calls)
-        self._calls[manifest.name] = await until_answered(calls, report)
-        await until_answered(partial(self.runtime.load, manifest), report)
-        self.runtime.models.set_newest(manifest)
+    async def _serve(self, model: ModelState, newest: Manifest, report: Report) -> None:
+        """Go on from the newest step in the store."""
+        calls = await ask_store(report, model.checkpoints.calls)
+        await ask_store(report, self.policies.fetch, newest)
+        await self.policies.load(newest)
+        model.register(newest, calls)
 
-    def _make_step_0(self, name: ModelName, request: RegisterRequest) -> Manifest:
-        self.runtime.trainer.create(str(name), request.lora)
-        self._resident[name] = (0, INIT)
+    def _make_step_0(self, model: ModelState, request: RegisterRequest) -> Manifest:
+        model.train()
+        self.compute.trainer.create(str(model.name), request.lora)
         return Manifest(
-            project=name.project,
-            model=name.model,
+            project=model.name.project,
+            model=model.name.model,
             step=0,
             kind="init",
             call_id=INIT,
@@ -312,13 +313,30 @@ class Programs:
             versions=package_versions(),
         )
 
-    def _is_resident(self, newest: Manifest) -> bool:
-        there = self._resident.get(newest.name) == (newest.step, newest.call_id)
-        return there and str(newest.name) in self.runtime.trainer
+    def _is_resident(self, model: ModelState) -> bool:
+        return model.is_resident and str(model.name) in self.compute.trainer
 
-    def _make_resident(self, newest: Manifest) -> None:
-        if not self._is_resident(newest):
-            self.runtime.trainer.load_state(str(newest.name), self.runtime.fetch(newest))
+    def _begin_training(self, model: ModelState) -> Trainer:
+        """The trainer, which holds the newest step and is about to change it."""
+        trainer = self.compute.trainer
+        if not self._is_resident(model):
+            trainer.load_state(str(model.name), self.policies.fetch(model.known))
+        model.train()
+        return trainer
+
+
+def _result(model: ModelState, manifest: Manifest) -> StepResult:
+    return StepResult(
+        step=manifest.step,
+        policy=manifest.policy,
+        metrics=manifest.metrics,
+        durable=model.storing is None or model.storing.policy != manifest.policy,
+    )
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    return {name: version(name) for name in ("art-cloud", "torch", "transformers", "peft")}
 
 
 def _next(job: JobInfo, newest: Manifest, metrics: Metrics, report: Report) -> Manifest:

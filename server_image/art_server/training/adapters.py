@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from art_cloud.shared.config import LoRAConfig
 from art_cloud.shared.errors import ConfigError
 
+from ..peft_lock import MAKING_ADAPTERS
 from .loading import BaseModel
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -127,12 +128,13 @@ class Adapters:
                 )
         try:
             # On the meta device first: PEFT would draw first weights from the global generator.
-            if self._peft is None:
-                self._peft = get_peft_model(
-                    self.model, config, adapter_name=key, low_cpu_mem_usage=True
-                )
-            else:
-                self._peft.add_adapter(key, config, low_cpu_mem_usage=True)
+            with MAKING_ADAPTERS:
+                if self._peft is None:
+                    self._peft = get_peft_model(
+                        self.model, config, adapter_name=key, low_cpu_mem_usage=True
+                    )
+                else:
+                    self._peft.add_adapter(key, config, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigError(f"No such LoRA on {self.base.name}: {error}") from error
         for module in self._peft.modules():

@@ -51,7 +51,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row attends: `tiles` on a CPU, a `block_mask` on CUDA."""
+    """The attention pattern of a row: `tiles` on a CPU, a `block_mask` on CUDA."""
 
     tiles: list[Tile]
     block_mask: BlockMask | None = None

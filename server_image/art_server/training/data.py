@@ -1,4 +1,4 @@
-"""What the trainer is given: samples ready for a loss, and the optimizer's numbers."""
+"""The trainer's input: samples ready for a loss, and the optimizer's numbers."""
 
 from __future__ import annotations
 

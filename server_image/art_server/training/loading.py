@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from art_cloud.shared.errors import ConfigError
 
 NO_HUB = "couldn't connect to"
-"""What transformers says where there is no way to the Hugging Face hub."""
+"""The beginning of the error of transformers where the Hugging Face hub can't be reached."""
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 LOGITS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Logits held at once, by device: they stay in a CPU's cache, and fill a GPU."""
+"""How many logits are held at once, by device: as many as stay in a CPU's cache, or fill a GPU."""
 LEAST_ROWS = 64
-"""Rows held at once however large the vocabulary: fewer would be bound by reading the head."""
+"""At least so many rows are held at once, however large the vocabulary: with fewer, reading the
+head would take most of the time."""
 
 
 class _Logprobs(torch.autograd.Function):
-    """The gradient of a logprob to its hidden state, (W[target] - softmax @ W) / temperature, is
-    computed while the logits are there: backward has only to scale it (no second pass)."""
+    """The logprobs of targets. The gradient to the hidden state, (W[target] - softmax @ W) /
+    temperature, is computed while the logits are there: backward has only to scale it (no second
+    pass)."""
 
     @staticmethod
     def forward(
@@ -55,7 +57,7 @@ def token_logprobs(
     targets_N: Tensor,
     temperatures_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target after its predecessor, and the entropy there, in nats (N and N).
+    """The logprob of each target after its predecessor, and the entropy there, in nats (N and N).
 
     Both are of softmax(logits / temperature), in float32 or better. `head` is frozen; no gradient
     flows through the entropy.

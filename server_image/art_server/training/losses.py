@@ -24,7 +24,7 @@ Loss = TrainConfig | Literal["cross_entropy"]
 
 @dataclass
 class Sums:
-    """What a step reports, summed over the completion tokens of the rows so far."""
+    """The sums of what a step reports, over the completion tokens of the rows so far."""
 
     tokens: int = 0
     loss: float = 0.0

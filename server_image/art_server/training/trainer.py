@@ -33,7 +33,7 @@ TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
 ADAPTER, OPTIMIZER, STATE = "adapter", "optimizer.safetensors", "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_LEARNERS = 8
-"""Adapters with their moments that are held at once, as many as an engine serves."""
+"""How many adapters with their moments are held at once, as many as an engine serves."""
 
 Progress = Callable[[int, int], None]
 
@@ -60,9 +60,9 @@ class Trainer:
         self.token_budget = token_budget or TOKEN_BUDGET[base.device.type]
         self._adapters = Adapters(base)
         self._learners: dict[str, _Learner] = {}
-        """The one that was used last comes last."""
+        """The adapters in training by name, in the order of their last use."""
         self.computed = 0
-        """Rows so far: it goes up while a step gets on."""
+        """How many rows were computed so far: the watchdog sees by it that a step gets on."""
         model = self._adapters.model
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
@@ -101,11 +101,11 @@ class Trainer:
         self.save_optimizer(name, folder)
 
     def save_adapter(self, name: str, folder: Path) -> None:
-        """The half of `save_state` that an engine needs."""
+        """Write the adapter: the half of `save_state` that an engine needs."""
         self._adapters.save(self._learner(name).key, folder / ADAPTER)
 
     def save_optimizer(self, name: str, folder: Path) -> None:
-        """The other half, for a folder that exists."""
+        """Write the optimizer: the other half of `save_state`, for a folder that exists."""
         learner = self._learner(name)
         moments = _moments(learner) if learner.steps else {}
         (folder / OPTIMIZER).write_bytes(dump(moments))
@@ -237,7 +237,8 @@ class Trainer:
         return dict(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
 
     def _score(self, key: str | None, row: Row) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy of the completion tokens (M and M) under an adapter or the base."""
+        """The logprob and the entropy of each completion token (M and M) under an adapter or the
+        base model."""
         device = self.base.device
         logprobs_N, entropies_N = token_logprobs(
             self._hidden(key, row),
@@ -250,7 +251,8 @@ class Trainer:
         return logprobs_N[sampled_M], entropies_N[sampled_M]
 
     def _hidden(self, key: str | None, row: Row) -> Tensor:
-        """What the output head gets (T x D) under an adapter or the base."""
+        """The hidden states that the output head gets (T x D), under an adapter or the base
+        model."""
         self.computed += 1
         device = self.base.device
         extra = {}

@@ -1,4 +1,4 @@
-"""Samples to packed rows: what samples share is computed once.
+"""Samples are packed into rows, in which what they share is computed once.
 
 Samples are sorted by temperature and ids, so that those with the longest common prefix are
 neighbours, and inserted one after the other into a row until its token budget is spent. A row is a

@@ -16,13 +16,13 @@ from modal.exception import (
 from modal.exception import ConnectionError as ModalConnectionError
 from modal.exception import Error as ModalError
 from modal.exception import NotFoundError as ModalNotFoundError
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError, ConflictError, LaunchError, ProviderError
-from ....shared.validation import complaint
 from ...registry import whoami
 from ...spec import ClusterSpec
+from .. import kit
 
 PYTHON, EXTRAS = "3.12", "server,vllm"
 """Of an image that Modal builds."""
@@ -81,15 +81,9 @@ class Options(Frozen):
 
 
 def options_of(spec: ClusterSpec) -> Options:
-    try:
-        options = Options.model_validate(spec.options)
-    except ValidationError as error:
-        known = ", ".join(Options.model_fields)
-        raise ConfigError(
-            f'up("modal", ...): {complaint(error)}. Its options are: {known}.'
-        ) from error
+    options = kit.options_of(spec, Options, "A cluster on Modal")
     if (options.replicas or options.snapshot) and not options.serverless:
-        raise ConfigError('up("modal", ...): replicas= and snapshot= are for serverless=True.')
+        raise ConfigError("A cluster on Modal: replicas= and snapshot= are for serverless=True.")
     return options
 
 

@@ -29,6 +29,7 @@ from ....links.endpoint import Endpoint
 from ....shared.errors import ConfigError, LaunchError, NotFoundError
 from ...install import source
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
+from .. import kit
 from . import serverless
 from .options import BY, EXTRAS, OWNER, PYTHON, Options, errors, options_of, owner_tags, taken
 
@@ -50,7 +51,6 @@ ENDING_SECONDS = 70.0
 STOP = f"import json,os; os.kill(json.load(open('{STATE}/endpoint.json'))['pid'], 15)"
 """Asks the server to end, from within its sandbox."""
 POLL_SECONDS = 0.2
-LOG_LINES = 15
 
 
 class ModalProvider:
@@ -109,7 +109,8 @@ class ModalProvider:
             try:
                 await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
                 if await sandbox.poll.aio() is not None:
-                    raise LaunchError(await _last_words(sandbox, name))
+                    how = f"The server of {name} ended with exit code {sandbox.returncode}"
+                    raise kit.ended(how, await _tail(sandbox, kit.LOG_LINES))
                 await ready
                 return Endpoint(url=(await sandbox.tunnels.aio())[PORT].url)
             finally:
@@ -285,11 +286,3 @@ async def _tail(sandbox: modal.Sandbox, lines: int) -> list[str]:
     except ExecutionError:  # it never ran
         return []
     return text.splitlines()[-lines:]
-
-
-async def _last_words(sandbox: modal.Sandbox, name: str) -> str:
-    lines = "\n".join(f"  {line}" for line in await _tail(sandbox, LOG_LINES)) or "  (nothing)"
-    return (
-        f"The server of {name} ended with exit code {sandbox.returncode}. The last lines of "
-        f"what it wrote:\n{lines}\nMend what they name, then start it again."
-    )

@@ -20,9 +20,10 @@ from modal.experimental import AppInfo, get_app_lifecycle, list_deployed_apps
 from pydantic import SecretStr
 
 from ....links.endpoint import Endpoint
-from ....shared.errors import ConfigError, LaunchError
+from ....shared.errors import ConfigError
 from ...install import LAUNCH, source
 from ...spec import ClusterSpec, Instance, Which
+from .. import kit
 from .options import BY, EXTRAS, OWNER, PYTHON, Options, errors, owner_tags, taken
 
 PREFIX = "art-serverless-"
@@ -38,7 +39,6 @@ sys.argv = ["modal", "deploy", sys.argv[1]]
 main()
 """
 """`modal deploy FILE`, which ends with the program that holds its standard input."""
-LOG_LINES = 15
 POLL_SECONDS = 0.2
 
 
@@ -209,12 +209,11 @@ async def _deploy(deployment: dict[str, object], name: str) -> None:
     )
     try:
         assert process.stdout is not None
-        said = await process.stdout.read()
+        said = (await process.stdout.read()).decode(errors="replace")
         await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        lines = "\n".join(f"  {line}" for line in said.decode().splitlines()[-LOG_LINES:])
-        raise LaunchError(f"Modal did not deploy {name}. It said:\n{lines}")
+        raise kit.ended(f"Modal did not deploy {name}", said.splitlines(), "what it said")

@@ -9,28 +9,29 @@ Source of what SkyPilot does: https://docs.skypilot.co/en/latest/reference/api.h
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import json
 import math
 import shlex
+import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import JsonValue, PositiveInt, ValidationError
+from pydantic import JsonValue, PositiveInt
 
 from ....links.endpoint import Endpoint, SSHRoute
-from ....links.logins import forget_login, log_in_early
+from ....links.logins import NEVER_ASK, forget_login, log_in_early, read_settings, refusal
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError, LaunchError, NotFoundError, ProviderError
 from ....shared.progress import enabled, say
-from ....shared.validation import complaint
 from ...install import LAUNCH, extras, lock, source
 from ...registry import home
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
-from .bridge import Answers, answers, call, lines
+from .. import kit
+from .bridge import call, lines
 
 ENDPOINT = "endpoint.json"
 """Of the cluster's folder: where its server was found last."""
@@ -40,11 +41,15 @@ LOG = "server.log"
 """Of the same: what the server wrote, once it has been ended."""
 KNOWN_HOSTS = "known_hosts"
 """Of the same: the key of its machine."""
-SECONDS_TO_TAKE = 60
-"""How long a server may take to read its secrets. One that runs reads them at once."""
-LOCK_POLL_SECONDS = 0.1
+OWNER = "ART_CLOUD_OWNER"
+"""A variable of the task, which no other has."""
+LOGIN_SECONDS = 30
+"""How long logins to a machine may fail before it is given up."""
 SECONDS_TO_END = 40
 """What the login and the server's own end may take; after that its machine just goes."""
+
+
+T = TypeVar("T")
 
 
 class Options(Frozen):
@@ -89,8 +94,8 @@ class Options(Frozen):
 
 class SkyPilotProvider:
     def __init__(self) -> None:
-        self._following: dict[str, Answers] = {}
-        """What the servers say that were launched here, after they had their secrets."""
+        self._reached: dict[str, AsyncGenerator[str, None]] = {}
+        """What is heard of the servers that were launched here, after they had their secrets."""
 
     async def offers(self, spec: ClusterSpec) -> list[Offer]:
         """What SkyPilot's catalog has of it on the clouds that are enabled.
@@ -110,19 +115,20 @@ class SkyPilotProvider:
         """
         options = _options(spec)
         task = _task(spec, options) | await asyncio.to_thread(_server, spec, options, name)
-        async with _one_at_a_time(name) as folder:
+        async with kit.one_launch_at_a_time(name) as folder:
             _forget(folder, ENDPOINT)
             on_log, fresh = (say if enabled() else None), True
             try:
                 ssh = await call("launch", name=name, task=task, on_log=on_log)
-                if ssh is not None:
-                    fresh = ssh.pop("fresh")
+                if fresh := ssh.pop("fresh"):
                     _forget(folder, KNOWN_HOSTS, LOG)
-                    route = _route(folder, **ssh)
-                    following = answers("follow", name=name)
-                    if await _hand_over(route, following, spec.server_environment()):
-                        self._following[name] = following
-                        log_in_early(route)
+                route = _route(folder, **ssh)
+                reached = _reach(name, route, f"{OWNER}={spec.owner}", spec.server_environment())
+                if await anext(reached):
+                    await reached.aclose()
+                else:
+                    self._reached[name] = reached
+                log_in_early(route)
             except ProviderError:
                 if fresh:
                     await self.terminate(name)
@@ -134,18 +140,11 @@ class SkyPilotProvider:
             return Endpoint.model_validate_json((folder / ENDPOINT).read_text())
         except FileNotFoundError:
             pass
-        following = self._following.pop(name, None) or answers("follow", name=name)
-        try:
-            async with aclosing(following):
-                found = await anext(said["result"] async for said in following if "result" in said)
-        except NotFoundError as error:
-            raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
-        if "ended" in found:
-            raise LaunchError(_last_words(name, found["ended"]))
         route = _known_route(folder, name)
-        if not (folder / KNOWN_HOSTS).exists():
-            await _run(route, "true")
-        endpoint = Endpoint(url=found["url"], ssh=route)
+        reached = self._reached.pop(name, None) or _reach(name, route, f"ART_CLOUD_NAME={name}")
+        async with aclosing(reached):
+            url = await anext(url async for url in reached if url)
+        endpoint = Endpoint(url=url, ssh=route)
         (folder / ENDPOINT).write_text(endpoint.model_dump_json())
         return endpoint
 
@@ -196,16 +195,10 @@ class SkyPilotProvider:
 
 
 def _options(spec: ClusterSpec) -> Options:
-    try:
-        options = Options.model_validate(spec.options)
-    except ValidationError as error:
-        known = ", ".join(Options.model_fields)
-        raise ConfigError(
-            f'up("skypilot", ...): {complaint(error)}. Its options are: {known}.'
-        ) from error
+    options = kit.options_of(spec, Options, "A cluster on SkyPilot")
     in_all = options.any_of and all("accelerators" in choice for choice in options.any_of)
     if not (options.gpu or options.yaml or in_all):
-        raise ConfigError('up("skypilot", ...) needs a gpu="H100", accelerators or a yaml=.')
+        raise ConfigError('A cluster on SkyPilot needs a gpu="H100", accelerators or a yaml=.')
     return options
 
 
@@ -228,7 +221,7 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     """The part of the task that says which server is installed and run."""
     envs = {
         "ART_CLOUD_NAME": name,
-        "ART_CLOUD_OWNER": spec.owner,
+        OWNER: spec.owner,
         "ART_CLOUD_ARGUMENTS": shlex.join(spec.server_arguments(name)),
         "ART_CLOUD_SECONDS": f"{spec.cap_seconds:.0f}" if math.isfinite(spec.cap_seconds) else "0",
         "ART_CLOUD_PYTHON": options.python or ("python" if options.image else ""),
@@ -248,27 +241,63 @@ def _server(spec: ClusterSpec, options: Options, name: str) -> dict[str, Any]:
     return {"envs": envs, "mounts": mounts}
 
 
-async def _hand_over(route: SSHRoute, following: Answers, secrets: dict[str, str]) -> bool:
-    """What the server must know and SkyPilot must not: it writes secrets of a task to disks, and
-    gives them to programs as arguments. False: the server has them already, or has ended.
+async def _reach(
+    name: str, route: SSHRoute, variable: str, secrets: dict[str, str] | None = None
+) -> AsyncGenerator[str, None]:
+    """The address of the server, once it listens; before that "", once it has the `secrets`.
 
-    The login is made while the server is on its way. A set-up may last longer than a login.
+    SkyPilot must not know them: it writes secrets of a task to disks, and gives them to programs as
+    arguments. The login is made while the server is on its way, and again if that takes longer.
+
+    Raises:
+        LaunchError: the server has ended, or the machine is gone.
     """
-    # the pipe may be gone: another launch has done it
-    take = f'IFS= read -r pipe; [ ! -p "$pipe" ] || timeout {SECONDS_TO_TAKE} cat > "$pipe"'
-    command = f"sh -c {shlex.quote(take)}"
-    exports = (f"export {key}={shlex.quote(value)}\n" for key, value in secrets.items())
-    async with _login(route, command) as early:
-        asked = await anext(following)
-        if "waits" not in asked:
-            return False
-        said = f"{asked['waits']}\n{''.join(exports)}"
-        if early.returncode is None:
-            await _say(route, early, said)
-            return True
-    async with _login(route, command) as late:
-        await _say(route, late, said)
-    return True
+    command = ["sh", "-c", (LAUNCH / "skypilot" / "reach.sh").read_text(), "sh", variable]
+    exports = (f"export {key}={shlex.quote(value)}\n" for key, value in (secrets or {}).items())
+    said, give_up = "".join(exports).encode(), time.monotonic() + LOGIN_SECONDS
+    ended = asyncio.ensure_future(call("follow", name=name))
+    try:
+        while True:
+            async with _login(route, shlex.join([*command, *(["take"] if said else [])])) as there:
+                assert there.stdin is not None
+                assert there.stdout is not None
+                assert there.stderr is not None
+                there.stdin.write(said)
+                there.stdin.write_eof()
+                while line := await _unless_ended(name, ended, there.stdout.readline()):
+                    give_up = time.monotonic() + LOGIN_SECONDS
+                    if line == b"taken\n":
+                        said = b""
+                        yield ""
+                    elif line != b"in\n":
+                        yield json.loads(line)["url"]
+                        return
+                why = await _unless_ended(name, ended, there.stderr.read())
+            if time.monotonic() > give_up:
+                settings = await asyncio.to_thread(read_settings, route)
+                raise ProviderError(str(refusal(route, settings, why.decode(errors="replace"))))
+            await _unless_ended(name, ended, asyncio.sleep(1))
+    finally:
+        ended.cancel()
+
+
+async def _unless_ended(
+    name: str, ended: asyncio.Future[list[str]], coming: Coroutine[None, None, T]
+) -> T:
+    """What is `coming`, unless the server ends before."""
+    awaited = asyncio.ensure_future(coming)
+    try:
+        futures: list[asyncio.Future[Any]] = [awaited, ended]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if awaited.done():
+            return await awaited
+        log = await ended
+    except NotFoundError as error:
+        raise LaunchError(f"The machine of {name} is gone, or has ended. {error}") from error
+    finally:
+        awaited.cancel()
+    what = f"The server of {name} ended, or was never started"
+    raise kit.ended(what, log, "what it and its set-up wrote")
 
 
 def _route(folder: Path, host: str, config: str) -> SSHRoute:
@@ -291,20 +320,15 @@ def _known_route(folder: Path, name: str) -> SSHRoute:
     return SSHRoute(host=f"art-cloud-{name}", config=str(folder / CONFIG))
 
 
-async def _run(route: SSHRoute, command: str) -> None:
-    """Run a command there."""
-    async with _login(route, command) as process:
-        await _say(route, process, "")
-
-
 @asynccontextmanager
 async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
     """A command that runs there, and ends with the block."""
+    pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *("ssh", *route.options, "-o", "BatchMode=yes", route.host, command),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+        *("ssh", *route.options, *NEVER_ASK, route.host, command),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
     )
     try:
         yield process
@@ -314,25 +338,9 @@ async def _login(route: SSHRoute, command: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def _say(route: SSHRoute, process: Process, said: str) -> None:
-    """To a command, and wait for its end."""
-    _, errors = await process.communicate(said.encode())
-    if process.returncode:
-        why = errors.decode(errors="replace").strip() or f"exit code {process.returncode}"
-        raise ProviderError(f"SkyPilot's machine {route.host} can't be logged in to: {why}")
-
-
 def _instance(found: dict[str, Any]) -> Instance:
     started_at = datetime.fromtimestamp(found["started_at"], UTC)
     return Instance.model_validate({**found, "provider": "skypilot", "started_at": started_at})
-
-
-def _last_words(name: str, log: Sequence[str]) -> str:
-    said = "\n".join(f"  {line}" for line in log) or "  (nothing)"
-    return (
-        f"The server of {name} ended, or was never started. The last lines of what it and its "
-        f"set-up wrote:\n{said}\nMend what they name, then start it again."
-    )
 
 
 def _folder(name: str) -> Path:
@@ -346,29 +354,16 @@ async def _end_server(folder: Path, name: str) -> None:
     if not (folder / KNOWN_HOSTS).exists():
         return
     route = _known_route(folder, name)
-    forget_login(route)
+    await forget_login(route)
     server = f"'[-]m art_server --name {name} '"  # not the pattern itself
     stop = f"pkill -f {server}; while pgrep -f {server}; do sleep 0.2; done"
-    with suppress(ProviderError, TimeoutError):
+    with suppress(TimeoutError):
         async with asyncio.timeout(SECONDS_TO_END):
-            await _run(route, stop)
+            async with _login(route, stop) as login:
+                await login.communicate()
 
 
 def _forget(folder: Path, *names: str) -> None:
     """What was known of the machine before."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
-
-
-@asynccontextmanager
-async def _one_at_a_time(name: str) -> AsyncIterator[Path]:
-    """Launches of one name by this user wait for each other: the first decides."""
-    folder = _folder(name)
-    with (folder / "launch").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-        yield folder

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from ....links.endpoint import SSHRoute
 from ....shared.config import Frozen
 from ....shared.errors import ConfigError
 from ...registry import home
 from ...spec import ClusterSpec
+from .. import kit
 
 HOST = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.@:%/\[\]-]*")
 
@@ -61,16 +62,7 @@ def default_hosts() -> Path:
 
 
 def options_of(spec: ClusterSpec) -> Options:
-    """Raises `ConfigError` that names the option which can't be meant."""
-    try:
-        return Options.model_validate(spec.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"Option {option} of a cluster on ssh: {first['msg']}. There are: "
-            f"{', '.join(Options.model_fields)}."
-        ) from error
+    return kit.options_of(spec, Options, "A cluster on ssh")
 
 
 def routes_of(options: Options) -> list[SSHRoute]:

@@ -1,19 +1,22 @@
 """A login on another machine by fabric, as the user's own ssh would make it; scripts run there.
 
-`ssh -G` says what the user's configuration means for a host, so that whatever `ssh HOST` respects
-is respected here. Host keys are strict: one that is not known, or another one, ends the login.
+`ssh -G` says what the user's configuration means for a host. What fabric cannot do of that is
+listed in docs/tunnel.md, and said where it stops a login. Host keys are strict: one that is not
+known, or another one, ends the login.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
-import shutil
+import socket
 import subprocess
+from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from ....links.endpoint import SSHRoute
-from ....shared.errors import ConfigError, NotFoundError, ProviderError
+from ....links.logins import Settings, check_login, known_hosts, read_settings, require_system_ssh
+from ....shared.errors import ConfigError, NotFoundError, ProviderError, ServerUnavailableError
 from ...install import LAUNCH
 
 if TYPE_CHECKING:
@@ -41,8 +45,19 @@ def require_ssh() -> None:
     """Raises `ConfigError` if what ssh needs is not installed here."""
     if find_spec("fabric") is None:
         raise ConfigError("ssh needs fabric. Run: pip install 'art-cloud[ssh]'")
-    if shutil.which("ssh") is None:
-        raise ConfigError("There is no ssh here. Install OpenSSH's client.")
+    require_system_ssh()
+
+
+async def require_login(route: SSHRoute) -> None:
+    """See that the login works, for a tunnel too.
+
+    Raises:
+        ProviderError: it does not; the message says why.
+    """
+    try:
+        await check_login(route)
+    except ServerUnavailableError as error:
+        raise ProviderError(str(error)) from error
 
 
 @asynccontextmanager
@@ -51,13 +66,13 @@ async def login(route: SSHRoute) -> AsyncIterator[Login]:
 
     Raises:
         ConfigError: fabric is not installed, or ssh does not understand its configuration.
-        ProviderError: it does not answer, refuses the key, or has another key than is known.
+        ProviderError: it does not let fabric in; the message says why.
     """
     require_ssh()
-    connection = await asyncio.to_thread(_connection, route)
+    settings = await asyncio.to_thread(read_settings, route)
+    connection = await asyncio.to_thread(_connection, route, settings)
     try:
-        with _failures(route):
-            await asyncio.to_thread(connection.open)
+        await _open(route, connection)
         yield Login(route, connection)
     finally:
         connection.client.close()  # also wakes the thread of a call that was cancelled
@@ -141,26 +156,10 @@ def _read(channel: paramiko.Channel) -> tuple[bytes, bytes]:
     return channel.makefile("rb").read(), channel.makefile_stderr("rb").read()
 
 
-def _settings(route: SSHRoute) -> dict[str, list[str]]:
-    """What the user's ssh would do for this host: every setting with its values."""
-    ssh = shutil.which("ssh") or "ssh"
-    found = subprocess.run(
-        [ssh, *route.options, "-G", "--", route.host], capture_output=True, text=True, check=False
-    )
-    if found.returncode:
-        raise ConfigError(f"ssh does not take {route.host!r}: {found.stderr.strip()}")
-    settings: dict[str, list[str]] = {}
-    for line in found.stdout.splitlines():
-        key, _, value = line.partition(" ")
-        settings.setdefault(key, []).append(value)
-    return settings
-
-
-def _connection(route: SSHRoute) -> fabric.Connection:
+def _connection(route: SSHRoute, settings: Settings) -> fabric.Connection:
     import fabric
     import paramiko
 
-    settings = _settings(route)
     hostname, user, port = (settings[key][0] for key in ("hostname", "user", "port"))
     keys = [Path(path).expanduser() for path in settings.get("identityfile", [])]
     connection = fabric.Connection(
@@ -171,35 +170,80 @@ def _connection(route: SSHRoute) -> fabric.Connection:
         connect_timeout=int(CONNECT_SECONDS),
         config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
         connect_kwargs={
+            "pkey": _certified(settings),
             "key_filename": [str(key) for key in keys if key.exists()],
             "look_for_keys": False,
             "banner_timeout": CONNECT_SECONDS,
             "auth_timeout": CONNECT_SECONDS,
         },
     )
-    known = [Path(path).expanduser() for path in _known_hosts(settings)]
-    for path in known:
-        if path.is_file():
-            connection.client.load_host_keys(str(path))  # nothing is ever written to it
-    alias = settings.get("hostkeyalias", [""])[0]
-    connection.client.set_missing_host_key_policy(_refusal(route, alias, known))
+    if agent := settings.get("identityagent"):
+        connection.client._agent = _agent_at(agent[0])
+    connection.client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    here = hostname if port == "22" else f"[{hostname}]:{port}"
+    for kind, blob in _known_keys(settings, settings.get("hostkeyalias", [here])[0]):
+        with suppress(paramiko.SSHException, paramiko.pkey.UnknownKeyType):
+            key = paramiko.PKey.from_type_string(kind, b64decode(blob))
+            connection.client.get_host_keys().add(here, kind, key)
     return connection
 
 
-def _known_hosts(settings: dict[str, list[str]]) -> Iterator[str]:
-    for key in ("userknownhostsfile", "globalknownhostsfile"):
-        for value in settings.get(key, []):
-            yield from shlex.split(value)
+def _agent_at(address: str) -> paramiko.Agent:
+    """The agent that `IdentityAgent` names: one without keys, if it is "none" or away."""
+    import paramiko
+
+    class Agent(paramiko.Agent):
+        def __init__(self) -> None:  # paramiko's own looks at SSH_AUTH_SOCK only
+            paramiko.agent.AgentSSH.__init__(self)
+
+    if address == "SSH_AUTH_SOCK":
+        return paramiko.Agent()
+    agent, place = Agent(), socket.socket(socket.AF_UNIX)
+    try:
+        place.connect(os.path.expandvars(Path(address).expanduser()))
+    except OSError:
+        place.close()
+    else:
+        agent._connect(place)  # type: ignore[attr-defined]
+    return agent
 
 
-def _gateway(route: SSHRoute, settings: dict[str, list[str]]) -> str | None:
+def _known_keys(settings: Settings, name: str) -> list[tuple[str, str]]:
+    """Kind and key of all that is known of a host, as ssh would look it up."""
+    known, revoked = [], set()
+    for path in known_hosts(settings):
+        command = ["ssh-keygen", "-F", name, "-f", str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        for line in found.splitlines():
+            marker, *fields = line.split() if line[0] in "#@" else ["", *line.split()]
+            if marker == "@revoked":
+                revoked.add(fields[2])
+            elif not marker:
+                known.append((fields[1], fields[2]))
+    return [one for one in known if one[1] not in revoked]
+
+
+def _certified(settings: Settings) -> paramiko.PKey | None:
+    """A key with a certificate that does not lie beside it: `CertificateFile`."""
+    import paramiko
+
+    for certificate in settings.get("certificatefile", []):
+        for key in settings.get("identityfile", []):
+            with suppress(paramiko.SSHException, ValueError, OSError):
+                found = paramiko.PKey.from_path(Path(key).expanduser())
+                found.load_certificate(str(Path(certificate).expanduser()))
+                return found
+    return None
+
+
+def _gateway(route: SSHRoute, settings: Settings) -> str | None:
     """The command whose input and output are the connection, where there is no direct one."""
     hostname, user, port = (settings[key][0] for key in ("hostname", "user", "port"))
     if jump := settings.get("proxyjump"):
         *before, last = jump[0].split(",")
         command = ["ssh", *route.options, "-o", "BatchMode=yes"]
         command += ["-J", ",".join(before)] if before else []
-        return shlex.join([*command, "-W", f"[{hostname}]:{port}", last])
+        return shlex.join([*command, "-W", f"[{hostname}]:{port}", _url(last)])
     if command := settings.get("proxycommand", []):
         tokens = {"%h": hostname, "%n": route.host, "%p": port, "%r": user, "%%": "%"}
         shell = re.sub("%[hnpr%]", lambda found: tokens[found[0]], command[0])
@@ -207,49 +251,40 @@ def _gateway(route: SSHRoute, settings: dict[str, list[str]]) -> str | None:
     return None
 
 
-def _refusal(route: SSHRoute, alias: str, known: list[Path]) -> paramiko.MissingHostKeyPolicy:
-    """Takes no key that is not known, under the host's own name or its HostKeyAlias."""
-    import paramiko
-
-    class Refusal(paramiko.MissingHostKeyPolicy):
-        def missing_host_key(
-            self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey
-        ) -> None:
-            if alias and client.get_host_keys().check(alias, key):
-                return
-            raise ProviderError(
-                f"The key of {route.host} is not known: nothing is said of {alias or hostname} in "
-                f"{', '.join(map(str, known))}. Log in once by hand and compare what it shows: "
-                f"{_by_hand(route)}"
-            )
-
-    return Refusal()
+def _url(jump: str) -> str:
+    """A machine of `ProxyJump`, which may name a user and a port, as an argument of ssh."""
+    return jump if jump.startswith("ssh://") else f"ssh://{jump}"
 
 
 def _by_hand(route: SSHRoute) -> str:
     return shlex.join(route.command)
 
 
+async def _open(route: SSHRoute, connection: fabric.Connection) -> None:
+    import paramiko
+
+    try:
+        await asyncio.to_thread(connection.open)
+    except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
+        await require_login(route)
+        raise ProviderError(
+            f"`{_by_hand(route)}` gets in, and fabric, which sets the machine up, does not "
+            f"({error or type(error).__name__}). It takes keys in files and in an agent, "
+            "and host keys that stand in known_hosts: ssh-add what is on a security key or smart "
+            "card; in place of Kerberos have a key, of a certificate of the host or "
+            "KnownHostsCommand the host's own key. See the table in docs/tunnel.md."
+        ) from None
+
+
 @contextmanager
 def _failures(route: SSHRoute) -> Iterator[None]:
-    """What can go wrong with a connection, said in words."""
+    """A connection that breaks, said in words."""
     import paramiko
 
     try:
         yield
-    except paramiko.BadHostKeyException as error:
-        raise ProviderError(
-            f"{route.host} has another key than the one that is known for {error.hostname}: either "
-            "it was set up anew, or somebody else answers in its place. If you know that it was, "
-            f"forget the old key (ssh-keygen -R) and log in once by hand: {_by_hand(route)}"
-        ) from None
-    except paramiko.AuthenticationException as error:
-        raise ProviderError(
-            f"{route.host} takes none of your keys ({error}). This must work without a question: "
-            f"{_by_hand(route)} true. A key with a passphrase: ssh-add it first."
-        ) from None
     except (paramiko.SSHException, OSError, EOFError) as error:
         why = str(error) or type(error).__name__
         raise ProviderError(
-            f"{route.host} does not answer: {why}. Is it on? Try: {_by_hand(route)} true"
+            f"The connection to {route.host} broke: {why}. Try: {_by_hand(route)} true"
         ) from None

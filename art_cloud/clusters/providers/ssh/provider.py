@@ -8,11 +8,9 @@ the file `<home>/ssh-hosts`.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -30,17 +28,17 @@ from ....shared.errors import (
 from ....shared.progress import say
 from ....shared.version import __version__
 from ...install import extras, lock, source
-from ...registry import Registry, home, whoami
+from ...registry import Registry, whoami
 from ...spec import Check, ClusterSpec, Instance, Offer, Which
+from ..kit import ended, instance_of, one_launch_at_a_time
 from .hosts import Options, options_of, routes_of
-from .login import Login, login, require_ssh
+from .login import Login, login, require_login, require_ssh
 
 INSTALL_SECONDS = 1500.0
 STOP_SECONDS = 90.0
 """Above what servers.py gives a server to end."""
 INSTALLED_BYTES = 10e9
 """What an environment takes, with torch for a GPU."""
-LOCK_POLL_SECONDS = 0.1
 POWEROFF_SECONDS = 60.0
 """After the last server has ended: a server that takes its place is not switched off."""
 SKEW_SECONDS = 60.0
@@ -68,13 +66,14 @@ class SSHProvider:
         """
         options = options_of(spec)
         routes = routes_of(options)
-        async with _one_at_a_time(name):
+        async with one_launch_at_a_time(name):
             if len(routes) > 1:
                 found, _ = await _ask_all(routes)
                 routes = [one.route for one in found if one.has(name)] or routes
             refusals = []
             for route in routes:
                 try:
+                    await require_login(route)
                     async with login(route) as there:
                         await _launch(there, spec, options, name, alone=len(routes) > 1)
                     return
@@ -91,7 +90,8 @@ class SSHProvider:
                 if answer["state"] == "running":
                     return Endpoint(url=answer["url"], ssh=there.route)
                 if answer["state"] == "ended":
-                    raise _ended(name, there.route, answer["log"])
+                    where = f"The server of {name} on {there.route.host}"
+                    raise ended(f"{where} ended", answer["log"])
 
     async def list(self) -> list[Instance]:
         """What runs at all hosts that are known.
@@ -297,24 +297,9 @@ async def _install(there: Login, spec: ClusterSpec, has: dict[str, Any]) -> str:
     return str(answer["python"])
 
 
-def _ended(name: str, route: SSHRoute, log: list[str]) -> LaunchError:
-    lines = "\n".join(f"  {line}" for line in log) or "  (nothing)"
-    return LaunchError(
-        f"The server of {name} on {route.host} ended. The last lines of what it wrote:\n{lines}\n"
-        "Mend what they name, then start it again."
-    )
-
-
 def _instance(route: SSHRoute, server: dict[str, Any]) -> Instance:
-    return Instance(
-        name=server["name"],
-        provider="ssh",
-        state=server["state"],
-        started_at=datetime.now(UTC) - timedelta(seconds=server["age"]),  # by the clock here
-        detail=f"{route.host}, pid {server['pid']}",
-        identity=server["identity"],
-        owner=server["owner"],
-    )
+    started_at = datetime.now(UTC) - timedelta(seconds=server["age"])  # by the clock here
+    return instance_of("ssh", f"{route.host}, ", server, started_at)
 
 
 async def _stop(route: SSHRoute, name: str, only: Which | None) -> None:
@@ -335,6 +320,7 @@ async def _stop(route: SSHRoute, name: str, only: Which | None) -> None:
 async def _check_host(route: SSHRoute) -> Check:
     subject = f"host {route.host}"
     try:
+        await require_login(route)
         async with login(route) as there:
             before = time.time()
             has = await there.run("prepare.py", "check")
@@ -352,18 +338,3 @@ async def _check_host(route: SSHRoute) -> Check:
         cure = "Have NTP set both: signed requests to a store fail on a wrong clock."
         return Check(subject=subject, state="warning", message=message, cure=cure)
     return Check(subject=subject, state="ok", message=f"{describe(has)}; Python {has['python']}")
-
-
-@asynccontextmanager
-async def _one_at_a_time(name: str) -> AsyncIterator[None]:
-    """Launches of one name by this user wait for each other: the first decides on the host."""
-    folder = home() / "clusters" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / "launch").open("a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_SECONDS)
-        yield

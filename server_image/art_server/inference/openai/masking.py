@@ -1,4 +1,4 @@
-"""Which requests are sampled from another distribution than the model's own."""
+"""Whether a request is sampled from another distribution than the model's own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": ({},),
     "tool_choice": ("auto", "none"),
 }
-"""Parameters, OpenAI's and vLLM's, that change which token is drawn, unless they are one of these.
-Temperature is none of them: a sample says what it was. Nor are top-p and top-k: they cut what is
-drawn from, not the logprobs that are told of it.
-"""
+"""Parameters of OpenAI and vLLM that change which token is drawn, each with the values that change
+nothing. Temperature is not among them, as a sample records it; nor are top-p and top-k, which cut
+what is drawn from and not the logprobs that are reported."""
 
 
 def is_masked(body: Mapping[str, Any]) -> bool:

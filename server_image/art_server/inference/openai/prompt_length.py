@@ -1,4 +1,4 @@
-"""How long a prompt is, before a tokenizer has taken its time over it."""
+"""A check of a prompt's length before a tokenizer spends its time on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from art_cloud.shared.errors import ContextLengthError
 
 LONG = 64 << 10
-"""Characters of a request from which on reading it is no matter of milliseconds."""
+"""With so many characters, tokenizing a request takes more than milliseconds."""
 KEEPING = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
 """Pre-tokenizers that drop nothing of a text, unless they say so."""
 COMPOSED = 3
@@ -91,7 +91,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _shrinks(step: Mapping[str, Any]) -> int | None:
-    """How many times shorter a normalizer may make a text; None: any number of times."""
+    """By which factor a normalizer may shorten a text; None: by any."""
     match step:
         case {"type": "NFC"}:
             return COMPOSED
@@ -103,7 +103,8 @@ def _shrinks(step: Mapping[str, Any]) -> int | None:
 
 
 def _steps(rules: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str, Any]]:
-    """A sequence of rules, flat."""
+    """The steps of a normalizer or pre-tokenizer as a flat list, without sequences within
+    sequences."""
     if rules is not None and rules["type"] == "Sequence":
         for step in rules[several]:
             yield from _steps(step, several)

@@ -1,4 +1,4 @@
-"""From a request's messages or prompt to token ids."""
+"""Token ids of a request's messages or prompt."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def render(
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequestError` if one of them is no variable of a chat template."""
+    """Check variables of a chat template. Raises `InvalidRequestError` if one of them is none."""
     parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     if taken := sorted(variables.keys() & parameters.keys()):
         raise InvalidRequestError(
@@ -71,7 +71,7 @@ def check_variables(variables: Mapping[str, Any]) -> None:
 def read_chat(
     tokenizer: PreTrainedTokenizerBase, request: ChatRequest, length: PromptLength
 ) -> list[int]:
-    """The ids of the request's prompt. Raises `InvalidRequestError` as `render` does."""
+    """The ids of a chat request's prompt. Raises `InvalidRequestError` as `render` does."""
     text = render(
         tokenizer,
         [message.model_dump(exclude_none=True) for message in request.messages],
@@ -111,7 +111,8 @@ def read_prompts(
 
 
 def room(prompt_ids: Sequence[int], limit: int | None, context_length: int) -> int:
-    """How many tokens may follow. Raises `ContextLengthError` where prompt and limit don't fit."""
+    """How many tokens may follow the prompt. Raises `ContextLengthError` where prompt and limit
+    don't fit."""
     left = context_length - len(prompt_ids)
     if left < 1:
         raise ContextLengthError(
@@ -128,7 +129,8 @@ def room(prompt_ids: Sequence[int], limit: int | None, context_length: int) -> i
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As chat templates expect it: text content, tool arguments as objects, no `developer` role."""
+    """A message as chat templates expect it: text content, tool arguments as objects, no
+    `developer` role."""
     plain = dict(message)
     if plain.get("role") == "developer":
         plain["role"] = "system"

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from art_cloud.shared.errors import InvalidRequestError
+from art_cloud.shared.validation import complaint
 
 from ..engine import Route
 
@@ -46,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 T = TypeVar("T", bound="GenerationRequest")
 COLDEST = 0.01
-"""As in vLLM, which takes it for everything between 0 and it."""
+"""The lowest temperature above 0, as in vLLM: requests between the two get this one."""
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -63,13 +64,14 @@ class GenerationRequest(Body):
     model: str
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    """0 is greedy; anything else at least `COLDEST`: below, divided logits are no numbers."""
+    """0 samples greedily; any other value counts as at least `COLDEST`: below it, divided logits
+    overflow."""
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = None
     stop: str | list[str] = []
     max_tokens: PositiveInt | None = None
     ignore_eos: bool = False
-    """As in vLLM: go on to `max_tokens`."""
+    """Go on to `max_tokens` even after an end of text, as in vLLM."""
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -87,7 +89,7 @@ class GenerationRequest(Body):
 
 
 class Message(BaseModel):
-    """Any message: fields that the chat template may know are passed through to it."""
+    """A message of any role: fields that the chat template may know are passed through to it."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -113,7 +115,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
     chat_template_kwargs: dict[str, Any] = {}
-    """As in vLLM: further variables of the chat template, such as `enable_thinking`."""
+    """Further variables of the chat template, such as `enable_thinking`, as in vLLM."""
 
     @property
     def alternatives(self) -> int | None:
@@ -183,4 +185,4 @@ def _explain(error: ValidationError, route: Route) -> str:
     name = ".".join(str(part) for part in first["loc"]) or "body"
     if first["type"] == "extra_forbidden":
         return f"{name} is not a parameter of {route} that this engine knows. Leave it out."
-    return f"{name}: {first['msg']}. Got {first['input']!r:.100}."
+    return f"{complaint(error)}. Got {first['input']!r:.100}."

@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class ToolCall(NamedTuple):
     name: str
     arguments: str
-    """A JSON object, as OpenAI's `function.arguments`."""
+    """The arguments as the text of a JSON object, as in OpenAI's `function.arguments`."""
 
 
 def parse_call(inside: str) -> ToolCall | None:
@@ -71,7 +71,7 @@ class ToolCallParser:
         return said + self._say_before(len(whole)), calls
 
     def finish(self) -> str:
-        """What was still held back, now that no call can follow."""
+        """The pieces that were still held back, now that no call can follow."""
         return self._say(len(self._held.rstrip() if self._called else self._held))
 
     def _say_before(self, position: int) -> str:

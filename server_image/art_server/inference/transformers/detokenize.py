@@ -28,7 +28,8 @@ class TextStream:
         self._held = ""
 
     def push(self, *token_ids: int) -> str:
-        """What can be shown after these tokens; `stopped` is set when a stop string was found."""
+        """The text that can be shown after these tokens; `stopped` is set when a stop string was
+        found."""
         self._ids += token_ids
         text = self._decode(self._before + self._ids)
         if text.endswith(INCOMPLETE) or len(text) == len(self._before_text):
@@ -39,7 +40,7 @@ class TextStream:
         return self._show(piece)
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """The text that was held back, once no token follows."""
         if self.stopped:
             return ""
         rest = self._decode(self._before + self._ids)[len(self._before_text) :]

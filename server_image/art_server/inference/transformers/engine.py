@@ -31,7 +31,7 @@ from .scheduler import Scheduler
 
 
 class Lane:
-    """A tokenizer that encodes, in a thread of its own."""
+    """A copy of the tokenizer that encodes in a thread of its own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 class Token(NamedTuple):
     id: int
     logprob: float
-    """At the sampling temperature, as in a sample."""
+    """The logprob at the sampling temperature, as in a sample."""
     top: list[tuple[int, float]]
 
 

@@ -1,4 +1,4 @@
-"""From what the scheduler tells to OpenAI's answers and chunks, each choice with its `sample`."""
+"""OpenAI's answers and chunks, each choice with its `sample`, from the news of the scheduler."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Responder:
         )
 
     def chunk(self, piece: Piece) -> dict[str, Any] | None:
-        """None where all of the piece is held back."""
+        """The next chunk of a choice; None where all of the piece is held back."""
         text, calls = self._split(piece)
         index = piece.row.index
         choice: dict[str, Any] = {"index": index}
@@ -147,7 +147,8 @@ class Responder:
         }
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """`bytes` is null where the token is a part of a character only."""
+        """The logprob entry of a token. `bytes` is null where the token is only a part of a
+        character."""
         text = self._token_text(token_id)
         whole = INCOMPLETE not in text
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

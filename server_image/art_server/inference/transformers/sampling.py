@@ -26,14 +26,14 @@ class SamplingParams:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
-    """Alternatives to report for each token; None: no logprobs were asked for."""
+    """How many alternatives are reported for each token; None: no logprobs were asked for."""
     ignore_eos: bool = False
 
 
 class Drawn(NamedTuple):
-    """Lengths B. The `top` tokens are B x K pairs of id and logprob, likeliest first; None unless
-    asked for. All logprobs are as `art_cloud.protocol.Sample` defines them.
-    """
+    """One token for each of B rows. The `top` tokens are B x K pairs of id and logprob, likeliest
+    first; None unless asked for. All logprobs are as `art_cloud.shared.protocol.Sample` defines
+    them."""
 
     ids: list[int]
     logprobs: list[float]

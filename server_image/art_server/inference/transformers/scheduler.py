@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler(threading.Thread):
-    """Commands come in through `call` and `submit`; pieces go out once a step, all together."""
+    """Runs the batch in a thread. Commands come in through `call` and `submit`; pieces go out once
+    a step, all together."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Scheduler(threading.Thread):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self.ended: ArtCloudError | None = None
-        """What ended the thread."""
+        """The error that ended the thread; None while it runs."""
         self._ended_lock = threading.Lock()
         self._waiting: deque[Generation] = deque()
         self._rows: list[Row] = []
@@ -98,7 +99,7 @@ class Scheduler(threading.Thread):
         self._retired.add(policy)
 
     def load(self, policy: str, folder: Path) -> None:
-        """A command: run it with `call`."""
+        """Load an adapter as a policy. A command: run it with `call`."""
         self._free_retired()
         self._model.load(policy, folder)
         self._retired.discard(policy)
@@ -108,12 +109,12 @@ class Scheduler(threading.Thread):
         self._commands.put(lambda: None)
 
     def check(self) -> None:
-        """Raise what ended the thread, if it has ended."""
+        """Raise the error that ended the thread, if it has ended."""
         if self.ended is not None:
             raise self.ended.with_traceback(None)
 
     def stats(self) -> EngineStats:
-        """As of the beginning of the newest step, or of its end."""
+        """The engine's counts, as of the beginning or the end of the newest step."""
         return self._stats
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -183,7 +184,8 @@ class Scheduler(threading.Thread):
         self._free_retired()
 
     def _admit(self) -> list[Generation]:
-        """Whoever waits, first come first served, as far as rows, cache and one prefill allow.
+        """Let waiting generations join the batch, first come first served, as far as rows, cache
+        and one prefill allow.
 
         Reckons with the columns that the batch may grow to, so nobody has to leave.
         """
@@ -264,7 +266,7 @@ class Scheduler(threading.Thread):
         self._keep(staying)
 
     def _take(self, rows: list[Row], drawn: Drawn) -> list[int]:
-        """Give every row its token; the positions of the rows that go on."""
+        """Give every row its token; return the positions of the rows that go on."""
         self._tokens_generated += len(rows)
         staying: list[int] = []
         for i, (row, token, logprob) in enumerate(

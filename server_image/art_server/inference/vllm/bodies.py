@@ -1,4 +1,4 @@
-"""From a client's body to the one that vLLM gets, and from vLLM's answer to the client's.
+"""The bodies that vLLM gets for those of clients, and the answers that clients get for vLLM's.
 
 Every call asks vLLM for token ids and logprobs; each choice leaves with its `sample` and without
 what its client did not ask for.
@@ -45,7 +45,7 @@ COMMON = {
     "chat/completions": frozenset(ChatRequest.model_fields) - {"tool_choice"},
     "completions": frozenset(CompletionRequest.model_fields),
 }
-"""What both engines understand, and check in the same way."""
+"""Parameters that both engines understand, and check in the same way."""
 
 
 @dataclass
@@ -55,20 +55,21 @@ class Call:
     route: Route
     payload: dict[str, Any]
     policy: str
-    """What the answer calls itself: the policy, or the base model's name."""
+    """The model that the answer names: the policy, or the base model's name."""
     temperature: float
     choices: int
-    """For each prompt."""
+    """How many choices there are for each prompt."""
     copies: int
-    """Greedy choices are all the same: vLLM makes one of them only."""
+    """How many choices vLLM makes for each prompt: greedy ones are all the same, so it makes
+    one."""
     shows_logprobs: bool
     top: int
-    """Alternatives that a chat shows for each token."""
+    """How many alternatives a chat shows for each token."""
     _sampled: dict[int, tuple[list[int], list[int], list[float]]] = field(default_factory=dict)
     """Prompt ids, completion ids and logprobs of a stream's choices so far."""
     _held: dict[int, str] = field(default_factory=dict)
-    """Whitespace of a stream's choices that a tool call may follow: it is not said then, as the
-    chat template puts its own there."""
+    """Whitespace of each choice of a stream that is held back: if a tool call follows it is
+    dropped, as the chat template puts its own there."""
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         choices = []
@@ -84,7 +85,7 @@ class Call:
         return self._envelope(answer, choices) | {"usage": self._usage(answer["usage"])}
 
     def chunks(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A chunk of vLLM's as the client's: none where it only held token ids."""
+        """The client's chunks for a chunk of vLLM's: none where it only held token ids."""
         for choice in chunk["choices"]:
             index = choice["index"]
             if index not in self._sampled:
@@ -134,7 +135,8 @@ class Call:
         return common
 
     def _shown(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """vLLM lists the sampled token among the likeliest ones, and was asked for one more."""
+        """Cut each token's alternatives to as many as the client asked for: vLLM lists the sampled
+        token among them, and was asked for one more."""
         if logprobs is not None and self.route == "chat/completions":
             for entry in logprobs["content"] or []:
                 entry["top_logprobs"].sort(key=lambda one: one["logprob"], reverse=True)
@@ -187,7 +189,8 @@ def prepare(
     context_length: int,
     stream: bool,
 ) -> Call:
-    """`known` are the parameters that this vLLM has for `route`: it ignores all others silently.
+    """Turn a client's body into a call. `known` are the parameters that this vLLM has for `route`:
+    it ignores all others silently.
 
     Raises `InvalidRequestError` and `ContextLengthError`.
     """
@@ -254,8 +257,8 @@ def _count(request: CompletionRequest, context_length: int) -> int:
 
 
 def _tools(request: ChatRequest, body: Mapping[str, Any]) -> dict[str, Any]:
-    """As the prompt shows them elsewhere (`prompts.read_chat`, SFT): vLLM adds null fields to them,
-    unless the chat template gets them as a variable."""
+    """The tools as the prompt shows them elsewhere (`prompts.read_chat`, SFT). vLLM adds null
+    fields to them, unless the chat template gets them as a variable."""
     if not request.tools or body.get("tool_choice") == "none":
         return {"tools": None, "tool_choice": None}
     tools = [tool.model_dump() for tool in request.tools]
@@ -292,7 +295,7 @@ async def events(parts: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
 
 
 def refused(status: int, error: Mapping[str, Any]) -> InvalidRequestError:
-    """What vLLM's 4xx is to the client."""
+    """The error for the client that stands for an answer of vLLM's with status 4xx."""
     message = str(error.get("message", "no reason given")).removesuffix(".")
     if error.get("param") == "input_tokens":
         return ContextLengthError(f"{message}. Shorten the prompt.")

@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 ROUTES: tuple[Route, ...] = ("chat/completions", "completions")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for --max-lora-rank."""
+"""The values that vLLM takes for --max-lora-rank."""
 OUR_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Failures of a connection that vLLM has no part in."""
+"""Errors of a connection that this process causes, not vLLM: it has too few descriptors or
+buffers."""
 COUNT_SECONDS = 5.0
-"""Between two looks at how many tokens vLLM has counted."""
+"""How often vLLM's count of tokens is read."""
 STARTS = 3
 """How often in a row vLLM may fail to come back before its engine gives up."""
 
@@ -59,8 +60,9 @@ class NotReachedError(ServerUnavailableError):
 class Adapter:
     folder: Path
     alias: str
-    """What vLLM calls it. Never used twice: vLLM's prefix cache goes by name and path, so whatever
-    is loaded anew can't meet keys and values of what had the same policy and folder before."""
+    """The adapter's name in vLLM. No name is used twice: vLLM's prefix cache goes by name and path,
+    and must not answer with keys and values of an adapter that had the same policy and folder
+    before."""
     users: int = 0
     retired: bool = False
 
@@ -87,12 +89,12 @@ class VllmEngine:
         self._loads = 0
         self._loading = asyncio.Lock()
         self._ready = asyncio.Event()
-        """Set when requests may go on, be it to their end."""
+        """Set while no request has to wait: vLLM answers, or the engine has ended for good."""
         self._reason: str | None = "vLLM is starting"
         self._ended: ArtCloudError | None = None
         self._idle = asyncio.Event()
         self._power = asyncio.Lock()
-        """Held by whoever puts vLLM to sleep or starts it."""
+        """Held while vLLM is put to sleep, woken or started."""
         self._watching: asyncio.Task[None] | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self._running = self._waiting = self._tokens_generated = 0
@@ -220,7 +222,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _send(self, call: Call, policy: str | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """vLLM's answer to a call, with status 200; the policy stays loaded meanwhile."""
+        """Send a call; return vLLM's answer with status 200. The policy stays loaded meanwhile."""
         adapter = None
         if policy is not None and (adapter := self._adapters.get(policy)) is None:
             raise not_loaded(policy)
@@ -325,7 +327,7 @@ class VllmEngine:
             raise self._ended
 
     async def _count(self) -> None:
-        """Follow the tokens that vLLM reads and samples, also of answers that are not through."""
+        """Follow how many tokens vLLM has read and sampled, unfinished answers included."""
         tokens = 0.0
         while True:
             await asyncio.sleep(COUNT_SECONDS)
@@ -341,7 +343,7 @@ class VllmEngine:
         self._ready.set()
 
     def _give_up(self, process: VllmProcess) -> None:
-        """Of a vLLM that can't be used: see to it that it ends, so that it is started again."""
+        """End a vLLM that can't be used, so that it is started again."""
         if process is self._process:
             self._hold("vLLM is being started again")
             process.kill()
@@ -356,7 +358,7 @@ class VllmEngine:
             await self._idle.wait()
 
     async def _raise_rank(self, policy: str, rank: int) -> None:
-        """Start vLLM again, for adapters of this rank."""
+        """Start vLLM again with room for adapters of this rank."""
         enough = [known for known in RANKS if known >= rank]
         if not enough:
             raise ConfigError(f"{policy} has rank {rank}; vLLM serves up to {RANKS[-1]}.")

@@ -1,4 +1,5 @@
-"""Stock vLLM, with what it lacks for us. Run by vLLM's own Python: it imports nothing of ours.
+"""Changes to stock vLLM, made when it starts. vLLM's own Python runs this file, so it imports
+nothing of art-cloud.
 
 Each of its processes ends when its parent does, or its standard input, of which the one who started
 vLLM holds the other end: nothing is left whatever kills that process, or one of these, or both.
@@ -19,10 +20,11 @@ from typing import Any
 
 
 def end_with_parent(socket: str) -> None:
-    """Kill this process group, and remove the socket, once the parent of this process is gone, or
-    whoever holds the other end of standard input.
+    """Kill this process group, and remove the socket with its folder, once the parent of this
+    process is gone, or whoever holds the other end of standard input.
 
-    All processes that vLLM spawns have the same standard input, and import this module.
+    All processes that vLLM spawns have the same standard input, and import this module: several may
+    do this at once, and the first that is through ends the others.
     """
     parent = os.pidfd_open(os.getppid())
 
@@ -30,6 +32,7 @@ def end_with_parent(socket: str) -> None:
         select.select([0, parent], [], [])
         with suppress(OSError):
             os.unlink(socket)
+        with suppress(OSError):
             os.rmdir(os.path.dirname(socket))
         os.killpg(0, signal.SIGKILL)
 
@@ -66,9 +69,9 @@ def temper_logprobs() -> None:
 
 
 def group_rows() -> None:
-    """On a CPU, vLLM copies an adapter's matrices for each row of a batch, and takes rows without
-    an adapter (index -1) for rows of the last slot's: multiply once for each adapter, and leave
-    other rows alone (vllm/lora/punica_wrapper/punica_cpu.py)."""
+    """Make vLLM on a CPU multiply once for each adapter, and leave rows without an adapter alone.
+    Without this, it copies an adapter's matrices for each row of a batch, and takes rows without an
+    adapter (index -1) for rows of the last slot's (vllm/lora/punica_wrapper/punica_cpu.py)."""
     import torch
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -111,8 +114,8 @@ def group_rows() -> None:
 
 
 def refuse_too_long() -> None:
-    """Refuse a prompt that leaves less room than max_tokens asks for, as OpenAI does: vLLM would
-    answer with fewer tokens (vllm/entrypoints/serve/utils/api_utils.py)."""
+    """Have vLLM refuse a prompt that leaves less room than max_tokens asks for, as OpenAI does: it
+    would answer with fewer tokens (vllm/entrypoints/serve/utils/api_utils.py)."""
     from vllm.entrypoints.serve.utils import api_utils
     from vllm.exceptions import VLLMValidationError
 
@@ -135,7 +138,8 @@ def refuse_too_long() -> None:
 
 
 def change() -> None:
-    """Also in the processes that vLLM spawns: they import this module, but not as main."""
+    """Apply all changes. It runs in the processes that vLLM spawns too: they import this module,
+    but not as main."""
     from vllm.platforms import current_platform
 
     temper_logprobs()

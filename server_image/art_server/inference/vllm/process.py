@@ -32,14 +32,15 @@ log = logging.getLogger("vllm")
 MAIN = Path(__file__).with_name("patches.py")
 PYTHON = "ART_VLLM_PYTHON"
 BASE = "base"
-"""What vLLM calls the base model."""
+"""The name under which vLLM serves the base model."""
 START_SECONDS = 1800.0
-"""How long vLLM may take to load a model; it says what it does meanwhile."""
+"""How long vLLM may take to load a model. Meanwhile, its log says what it does."""
 SAY_SECONDS = 5.0
 END_SECONDS = 10.0
 METRICS_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 300
-"""Of an idle connection: we close it before vLLM does, who might while a request is on its way."""
+"""How long an idle connection to vLLM is kept. vLLM keeps it for twice as long, so that it never
+closes one while a request is on its way."""
 LINE_BYTES = 1 << 20
 LAST_LINES = 15
 
@@ -53,20 +54,20 @@ _NOISE = re.compile(r"Route: |^[\s█▄▀]*$|█|non-default args|Initializing
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """How vLLM is started. Sizes in bytes."""
+    """Settings that vLLM is started with. Sizes are in bytes."""
 
     python: Path
     model: str
     dtype: str
     context_length: int
     slots: int
-    """Adapters held at once."""
+    """How many adapters vLLM holds at once."""
     max_rank: int = 16
-    """Of an adapter; the engine raises it when need be."""
+    """The largest rank of an adapter; the engine raises it when one needs more."""
     kv_cache_bytes: int | None = None
-    """None: what `gpu_fraction` leaves."""
+    """Bytes for keys and values; None: what `gpu_fraction` leaves."""
     gpu_fraction: float | None = None
-    """Of the GPU's memory, for weights, adapters and keys and values; None: on a CPU."""
+    """The share of the GPU's memory for weights, adapters, keys and values; None: on a CPU."""
     gpu: int | None = None
     """Which GPU; None: the first one that is visible."""
     can_sleep: bool = False
@@ -143,7 +144,7 @@ _HOW = (
 
 
 class VllmProcess:
-    """One run of the vLLM server. `address` is where it listens, `key` what it wants to hear."""
+    """One run of the vLLM server. It listens at `address` and asks for `key`."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
@@ -151,7 +152,8 @@ class VllmProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="art-vllm-"))  # short: a socket's path is
         self.address = self._folder / "socket"
         self.said = 0
-        """Lines that it wrote, and signs that it is still waited for: its start has an end."""
+        """Counts the lines that vLLM wrote and the requests for its health: a start that makes no
+        progress is noticed by it."""
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -184,12 +186,12 @@ class VllmProcess:
             raise
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until vLLM has ended; return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def end(self) -> None:
-        """SIGTERM, and SIGKILL to whatever of its group is left."""
+        """End vLLM: SIGTERM, then SIGKILL to what is left of its process group."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             self._process.terminate()
@@ -217,7 +219,7 @@ class VllmProcess:
         )
 
     async def tokens(self, session: aiohttp.ClientSession) -> float:
-        """How many it has read and sampled."""
+        """How many tokens vLLM has read and sampled."""
         timeout = aiohttp.ClientTimeout(total=METRICS_SECONDS)
         async with session.get("/metrics", timeout=timeout) as answer:
             return sum(map(float, _TOKENS.findall(await answer.text())))
@@ -250,7 +252,7 @@ class VllmProcess:
         log.info("ready after %.0f s", time.monotonic() - started)
 
     async def _read(self) -> None:
-        """vLLM's output into this process's log."""
+        """Copy vLLM's output into this process's log."""
         assert self._process is not None
         assert self._process.stdout is not None
         async for raw in self._process.stdout:
