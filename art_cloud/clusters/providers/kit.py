@@ -19,6 +19,9 @@ from ..spec import ClusterSpec, Instance
 LOG_LINES = 15
 """Of a log, at its end, in an error."""
 
+REASON = "art-server: "
+"""How the line begins in which a server tells why it ends."""
+
 O = TypeVar("O", bound=BaseModel)  # noqa: E741
 
 
@@ -60,8 +63,13 @@ def instance_of(
 
 
 def ended(what: str, lines: Sequence[str], of: str = "what it wrote") -> LaunchError:
-    """`what` says what has ended and how; the lines are those that it has left."""
-    said = "\n".join(f"  {line}" for line in lines[-LOG_LINES:]) or "  (nothing)"
+    """The error for a server that has ended; `what` says which one and how.
+
+    Where the server itself has told why, nothing before that is quoted of the lines that it left.
+    """
+    told = [number for number, line in enumerate(lines) if line.startswith(REASON)]
+    last = lines[told[-1] :] if told else lines[-LOG_LINES:]
+    said = "\n".join(f"  {line}" for line in last) or "  (nothing)"
     return LaunchError(
         f"{what}. The last lines of {of}:\n{said}\nMend what they name, then start it again."
     )
