@@ -9,6 +9,7 @@ https://github.com/openssh/openssh-portable/blob/master/PROTOCOL.mux
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import shutil
 import socket
@@ -27,6 +28,9 @@ KEEPALIVE_SECONDS = 5
 """Unless the ssh configuration says otherwise. ssh gives up after three that nobody answered."""
 REASON_SECONDS = 1.0
 """For ssh to write why it could not connect, after it said that it could not."""
+LONGEST_SHELF = 60
+"""The most bytes in the name of the folder for temporary files. macOS has 104 for the path of a
+socket, of which ours take 24 and ssh, while it makes the socket, 17."""
 TURNS = 32
 """How many may call ssh at the same time: a socket has 64 seats for those who wait."""
 NEVER_ASK = ("-o", "BatchMode=yes", "-o", "LogLevel=INFO")
@@ -166,7 +170,9 @@ class Login:
                 "A tunnel takes an ssh that shares logins, as Windows has in WSL only."
             )
         settings = await asyncio.to_thread(read_settings, route)
-        folder = tempfile.TemporaryDirectory(prefix="art-ssh-")
+        shelf = tempfile.gettempdir()
+        short = shelf if len(os.fsencode(shelf)) <= LONGEST_SHELF else "/tmp"  # noqa: S108
+        folder = tempfile.TemporaryDirectory(prefix="art-ssh-", dir=short)
         process = await asyncio.create_subprocess_exec(
             *("sh", "-c", UNTIL_WE_END, folder.name, "ssh", *route.options),
             *(*NEVER_ASK, *NEVER_ACCEPT, *ONLY_CONNECTIONS, *_preferences(settings)),

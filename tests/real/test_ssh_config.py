@@ -295,10 +295,14 @@ async def test_what_only_a_tunnel_needs_is_looked_at(tmp_path: Path) -> None:
             await check_login(sshd.route)
 
 
-async def test_the_hand_over_to_skypilot_s_machine_says_the_same(sshd: Sshd) -> None:
-    await skypilot._run(sshd.route, "true")
-    with pytest.raises(ProviderError, match="machine gpu-box failed: exit code 3"):
-        await skypilot._run(sshd.route, "exit 3")
+async def test_the_hand_over_to_skypilot_s_machine_says_the_same(
+    sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def follow(what: str, *, name: str) -> None:
+        await asyncio.Event().wait()  # the job runs
+
+    monkeypatch.setattr(skypilot, "call", follow)
+    monkeypatch.setattr(skypilot, "LOGIN_SECONDS", 0)
     sshd.known_hosts.write_text("")
     with pytest.raises(ProviderError, match="The host key of gpu-box is not known"):
-        await skypilot._run(sshd.route, "true")
+        await anext(skypilot._reach("one", sshd.route, "ART_CLOUD_NAME=one"))

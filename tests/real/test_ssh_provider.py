@@ -440,13 +440,15 @@ async def test_a_stale_file_of_another_boot_makes_nobody_elses_processes_ours(bo
 async def test_one_that_cannot_be_asked_is_no_ghost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    box = Box(tmp_path / "box")
-    box.options = (*box.options, "AllowTcpForwarding no")
-    with empty_at_the_end(box):
+    with empty_at_the_end(Box(tmp_path / "box")) as box:
         provider = get_provider("ssh")
         record, _ = Registry().claim("one", spec(box.asked))
         await provider.launch(record.spec, "one")
         await provider.endpoint("one")
+        box.stop()
+        settings = box.folder / "sshd_config"
+        settings.write_text(f"AllowTcpForwarding no\n{settings.read_text()}")
+        box.start()
         monkeypatch.setenv("ART_CLOUD_HOME", str(tmp_path / "another laptop"))
         Registry().claim("two", spec(box.asked))
         found, _ = await sweep.look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,6 +57,17 @@ async def test_an_early_login_that_nobody_took_ends(sshd: Sshd, done: bool) -> N
     await until(lambda: bool(sshd.logins if done else sshd.sessions))
     await forget_login(sshd.route)
     await until(lambda: not sshd.sessions)
+
+
+async def test_a_long_name_of_the_folder_for_temporary_files(
+    sshd: Sshd, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a socket has a limit: 108 characters on Linux, 104 on macOS."""
+    (folder := tmp_path / ("long" * 25)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    tunnel = await open_tunnel(sshd.route, server.port)
+    await ask(tunnel)
+    await tunnel.close()
 
 
 def change(sshd: Sshd, old: str, new: str) -> None:
@@ -156,7 +168,7 @@ async def test_a_key_with_a_passphrase_comes_from_the_agent(
 
 
 async def test_over_another_machine(sshd: Sshd, server: ServerProcess) -> None:
-    lines = sshd.config.read_text().replace("Host gpu-box", "Host *\n  ProxyJump gpu-box")
+    lines = sshd.config.read_text().replace("Host gpu-box", "Host inner\n  ProxyJump gpu-box")
     sshd.config.write_text(sshd.config.read_text() + lines)
     tunnel = await open_tunnel(SSHRoute(host="inner", config=str(sshd.config)), server.port)
     await ask(tunnel)
@@ -200,11 +212,16 @@ asyncio.run(main())
 """
 
 
-async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd, tmp_path: Path) -> None:
+async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd) -> None:
+    with tempfile.TemporaryDirectory(prefix="killed-") as folder:
+        await check_that_none_does(sshd, Path(folder))
+
+
+async def check_that_none_does(sshd: Sshd, folder: Path) -> None:
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", LOGS_IN, sshd.host, str(sshd.config)),
         stdout=asyncio.subprocess.PIPE,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        env=os.environ | {"TMPDIR": str(folder)},
     )
     assert client.stdout is not None
     assert await client.stdout.readline() == b"in\n"
@@ -213,5 +230,5 @@ async def test_no_login_outlives_a_client_that_is_killed(sshd: Sshd, tmp_path: P
     client.kill()
     await client.wait()
     await until(lambda: not any(process.is_running() for process in family))
-    await until(lambda: not list(tmp_path.glob("art-ssh-*")))
+    await until(lambda: not list(folder.glob("art-ssh-*")))
     await until(lambda: not sshd.sessions)

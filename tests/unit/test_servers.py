@@ -16,6 +16,7 @@ import pytest
 
 from art_cloud.clusters.providers import get_provider, local
 from art_cloud.clusters.providers.local import _program
+from art_cloud.clusters.spec import ClusterSpec
 from art_cloud.shared.errors import ConfigError
 
 program: Any = _program()
@@ -85,5 +86,7 @@ async def test_where_no_server_can_run_a_local_cluster_says_so(
     """On Windows there is no fcntl."""
     monkeypatch.setattr(local, "find_spec", lambda name: None if name == "fcntl" else ModuleSpec)
     _program.cache_clear()
+    provider, spec = get_provider("local"), ClusterSpec(provider="local", store="file:///one")
+    assert await provider.list() == []
     with pytest.raises(ConfigError, match="needs Linux or macOS"):
-        await get_provider("local").list()
+        await provider.launch(spec, "one")
