@@ -137,7 +137,7 @@ async def test_it_starts_again_for_a_higher_rank(engine, tiny_model, tmp_path, r
         await engine.load("p/wide@2", too_wide)
 
 
-@pytest.mark.parametrize("victim", ["server", "engine core"])
+@pytest.mark.parametrize("victim", ["server", pytest.param("engine core", marks=pytest.mark.slow)])
 async def test_it_comes_back_with_its_adapters_when_it_is_killed(engine, reference, victim):
     endless = chat(max_tokens=450, ignore_eos=True)
     lost = [asyncio.create_task(engine.create(CHAT, endless, "p/m@0")) for _ in range(4)]

@@ -409,6 +409,7 @@ async def test_the_watchdog_goes_with_its_server_and_holds_nothing_of_it(tmp_pat
     await asyncio.to_thread(wait_until, lambda: not watchdog.is_running(), 30)
 
 
+@pytest.mark.slow
 async def test_who_is_attached_is_warned_once_and_nothing_is_relaunched_beyond_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

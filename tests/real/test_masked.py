@@ -31,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         assert server.terminate() == 0
 
 
+@pytest.mark.slow
 async def test_guided_samples_are_marked_and_the_others_are_learned_from(
     server: ServerProcess, tiny_model: Path
 ) -> None:

@@ -194,6 +194,7 @@ async def test_what_is_not_ours_is_not_listed(plane: ModalPlane) -> None:
     await other.terminate.aio(wait=True)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_at_the_start_says_why(plane: ModalPlane, tmp_path: Path) -> None:
     store = (tmp_path / "store").as_uri()
     with pytest.raises(LaunchError, match=r"(?s)exit code 1.*no-such-model.*start it again"):
@@ -201,6 +202,7 @@ async def test_a_server_that_dies_at_the_start_says_why(plane: ModalPlane, tmp_p
     assert await fleet.status() == []
 
 
+@pytest.mark.slow
 async def test_after_its_24_hours_a_sandbox_is_replaced(
     plane: ModalPlane, tiny_model: Path, tmp_path: Path
 ) -> None:

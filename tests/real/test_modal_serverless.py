@@ -54,6 +54,7 @@ async def group(model: art.TrainableModel[Any]) -> list[art.TrajectoryGroup]:
     )
 
 
+@pytest.mark.slow
 async def test_from_zero_to_zero_and_back(
     plane: ModalPlane, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ async def take(port: int | None, squat: Squatter) -> asyncio.Server:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_who_takes_the_port_of_a_lost_server_hears_nothing_of_the_next(
     cluster_home: Path, tiny_model: Path
 ) -> None:
@@ -150,6 +151,7 @@ asyncio.run(main())
 """A script whose lease is shorter than what it blocks its event loop for."""
 
 
+@pytest.mark.slow
 async def test_a_script_that_blocks_its_event_loop_is_a_client(cluster_home: Path) -> None:
     script = BLOCKED.replace("LEASE", "5")
     done = await asyncio.create_subprocess_exec(

@@ -110,6 +110,7 @@ async def history(backend: art.Backend, name: str) -> list[dict[str, Any]]:
     return await backend.checkpoints(model).history()
 
 
+@pytest.mark.slow
 async def test_training_goes_on_without_wandb(
     server: ServerProcess, tiny_model: Path, tmp_path: Path
 ) -> None:
