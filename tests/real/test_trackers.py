@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 import art_cloud as art
 from art_cloud.trackers.tracker import numbers
 
