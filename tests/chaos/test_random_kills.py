@@ -358,7 +358,8 @@ class Campaign:
         if rng.random() < 0.2:
             return
         await local.LocalProvider().launch(record.spec, name)
-        os.kill(local._started[name].pid, rng.choice((signal.SIGSTOP, signal.SIGKILL)))
+        for _, pid in await running(name):
+            os.kill(pid, rng.choice((signal.SIGSTOP, signal.SIGKILL)))
 
     async def check_sweep(self, ghosts: set[str], ended: list[str]) -> None:
         """All that were there when it began are ended, and nothing else."""
