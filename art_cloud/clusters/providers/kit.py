@@ -22,10 +22,10 @@ LOG_LINES = 15
 REASON = "art-server: "
 """How the line begins in which a server tells why it ends."""
 
-O = TypeVar("O", bound=BaseModel)  # noqa: E741
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def options_of(spec: ClusterSpec, kind: type[O], what: str) -> O:
+def options_of(spec: ClusterSpec, kind: type[Kind], what: str) -> Kind:
     """The provider's own options of a cluster, which is called `what` in errors.
 
     Raises:
